@@ -8,7 +8,8 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# A change that breaks the tests by the dozen is red soon.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --maxfail=20
 # Tests start worker processes of their own: a few at a time, however many cores there are.
 SPREAD := --numprocesses=auto --maxprocesses=4 --dist=worksteal
 
@@ -16,12 +17,13 @@ SPREAD := --numprocesses=auto --maxprocesses=4 --dist=worksteal
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-hosts fuzz coverage check marks format docs bench clean
+.PHONY: help quickstart test test-hosts test-sglang fuzz coverage check marks format docs bench clean
 
 help:
 	@echo "make quickstart   train a small model by SFT and GRPO on this machine (a few minutes)"
 	@echo "make test         the tests"
 	@echo "make test-hosts   the tests of several hosts: network namespaces, a real Slurm, a real Ray (Linux, as root)"
+	@echo "make test-sglang  the tests of a real SGLang server, in an environment of its own (1.6 GB, Linux)"
 	@echo "make fuzz         the tests, with random cases that are new each time"
 	@echo "make coverage     the tests, with what they cover (half as long again)"
 	@echo "make check        format, lint, types and words"
@@ -51,16 +53,35 @@ $(VENV)/hosts: $(VENV)/ready
 	touch $@
 
 test: $(VENV)/ready
-	$(PYTEST) -q --durations=10 $(SPREAD) --ignore=tests/hosts
+	$(PYTEST) -q --durations=10 $(SPREAD) --ignore=tests/hosts --ignore=tests/sglang
 
 test-hosts: $(VENV)/hosts
 	$(PYTEST) -q -rs --durations=10 --numprocesses=2 --dist=worksteal tests/hosts
 
+# SGLang asks for other versions than ours of nearly everything, so it has an environment of its own. It starts anew
+# when the pins change. What they ask for themselves is left out: CUDA's packages, and another torch.
+$(VENV)/sglang/ready: tests/sglang/requirements.txt
+	rm -rf $(VENV)/sglang
+	$(PYTHON) -m venv $(VENV)/sglang
+	$(VENV)/sglang/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(VENV)/sglang/bin/python -m pip install --quiet --disable-pip-version-check \
+		--no-deps --require-hashes --requirement tests/sglang/requirements.txt
+	touch $@
+
+test-sglang: $(VENV)/ready
+	@if $(MAKE) $(VENV)/sglang/ready; then \
+		$(PYTEST) -q -rs --durations=10 tests/sglang; \
+	elif [ "$(SGLANG_OPTIONAL)" = 1 ]; then \
+		echo "SKIPPED, FOR SGLANG_OPTIONAL=1: SGLang can't be installed, and nothing was tested against a real server"; \
+	else \
+		echo "SGLang can't be installed, see above. SGLANG_OPTIONAL=1 leaves its tests out."; exit 1; \
+	fi
+
 fuzz: $(VENV)/ready
-	$(PYTEST) -q --hypothesis-profile=default $(SPREAD)
+	$(PYTEST) -q --hypothesis-profile=default $(SPREAD) --ignore=tests/sglang
 
 coverage: $(VENV)/ready
-	$(PYTEST) -q $(SPREAD) --cov --cov-report=term:skip-covered
+	$(PYTEST) -q $(SPREAD) --ignore=tests/sglang --cov --cov-report=term:skip-covered
 
 check: $(VENV)/ready
 	$(BIN)/ruff format --check .
@@ -83,7 +104,7 @@ bench: $(VENV)/ready
 	$(PIP) --constraint constraints.txt --editable '.[bench]'
 	for name in scheduler hosts data_plane collectives reallocation generation generation_layouts parallel_engines context_parallel \
 		microbatching equivalence rehearsals vs_trl vs_accelerate quickstart planner planner_bounds planner_large \
-		predictions concurrency bad_inputs chaos chaos_hosts crash_points; do \
+		predictions concurrency staleness_control async_vs_sync bad_inputs chaos chaos_async chaos_hosts crash_points; do \
 		OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean:

@@ -20,18 +20,33 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos_checks import Trained, judge_end, judge_whole, trained
-from benchmarks.chaos_faults import Cold, Fault, Process, Warm, await_moment, chosen, deliver, draw
-from benchmarks.chaos_settings import SETTINGS, Setting, chaos_home
+from benchmarks.chaos_faults import (
+    INSIDE,
+    Cold,
+    Fault,
+    Process,
+    Warm,
+    await_moment,
+    chosen,
+    deliver,
+    doing,
+    draw,
+    strain,
+)
+from benchmarks.chaos_settings import ASYNCHRONOUS, SETTINGS, Setting, chaos_home
 from benchmarks.machine import describe
-from tests.runs import logs, start, write_run
-from tests.traces import Traces, listening, processes_at, traces
+from tests.namespaces import Loopback
+from tests.runs import PLAIN, Special, logs, start, write_run
+from tests.sglang_server import interpreter, servers_at
+from tests.traces import Traces, listening, processes_at, title_of, traces
 
 RESULTS = Path(__file__).parent / "results"
+SHOWN = Special(limits={"master.status.STATUS_SECONDS": 0.0})  # the status is as new as can be: moments are found by it
 END_SECONDS = 90.0  # for any run to end by itself, or after a fault
 SAMPLE_FILES = ("model", "train.jsonl", "test.jsonl", "trained.jsonl", "chaos_functions.py", "rewards.py")
 
@@ -44,6 +59,7 @@ class Case:
     setting: str
     fault: Fault
     missed: bool = False
+    doing: str = ""  # of the run's workers when it came, by the status
     code: int = 0
     seconds: float = 0.0  # from the fault to the end of all processes
     broken: list[str] = field(default_factory=list)
@@ -69,8 +85,16 @@ class Place:
             else:
                 shutil.copy(path, folder / name)
         self.home, self.setting = folder, setting
-        self.file = write_run(folder, "run", setting.run())
+        python = {"rollout": {"python": str(interpreter(folder))}} if setting.served else {}
+        self.file = write_run(folder, "run", setting.run(), python)
         self.outputs: list[Path] = []
+        self.network: Loopback | None = None  # its own, where its connections are to be broken
+
+    @property
+    def special(self) -> Special:
+        """Differences of its runs from others."""
+        shown = SHOWN if self.setting in ASYNCHRONOUS.values() else PLAIN
+        return shown if self.network is None else replace(shown, namespace=self.network.space)
 
     @property
     def folder(self) -> Path:
@@ -89,7 +113,7 @@ class Place:
             output = self.home / f"cold-{len(self.outputs)}.out"
             process: Process = Cold(self.home, argv, output)
         else:
-            running = start(self.home, *argv)
+            running = start(self.home, *argv, special=self.special)
             output, process = running.output_file, Warm(running)
         self.outputs.append(output)
         return process
@@ -128,20 +152,34 @@ def run_case(case: Case, place: Place, reference: Trained | None, rng: random.Ra
     held = traces(place.home)
     process = place.begin()
     try:
-        if not await_moment(case.fault, process, place.folder, END_SECONDS):
+        brief = case.fault.moment in INSIDE  # over before processes are found
+        first = replace(case.fault, moment="steps", delay=0.0) if brief else case.fault
+        if not await_moment(first, process, place.folder, END_SECONDS):
             case.missed = True
             return
         pids = chosen(case.fault, place.home, process.pid, rng)
         if not pids:
             case.missed = True
             return
-        held.ports |= listening(processes_at(place.home))
+        servers = servers_at(place.home) if place.setting.served else []
+        held.ports |= listening([*processes_at(place.home), *servers])
+        if brief and not await_moment(case.fault, process, place.folder, END_SECONDS):
+            case.missed = True
+            return
+        case.doing = ", ".join(sorted(set(doing(place.folder).values())))
         began = time.monotonic()
-        deliver(case.fault, pids, process)
+        if place.network is not None:
+            strain(case.fault, place.network)
+        else:
+            deliver(case.fault, pids, process)
         _end(case, place, process, held)
+        if place.network is not None:
+            place.network.link("up")
         case.seconds = time.monotonic() - began
         if case.code != 0:
             place.finish()
+        left = [pid for pid in servers if title_of(pid)] if case.fault.target != "server" else []
+        case.broken += [f"left behind: servers {left}"] * bool(left)
         case.broken += judge_whole(found := trained(place.home, place.setting), reference, place.setting)
         _note_ages(case, found)
     except Broken as error:
@@ -214,15 +252,20 @@ class Chaos:
         run_case(case, place, self.references.get(case.setting), random.Random(f"{self.seed} {case.index} target"))
         if not case.broken and not self.filters.keep:
             shutil.rmtree(place.home, ignore_errors=True)
-        state = "missed" if case.missed else "BROKEN" if case.broken else "ok"
-        print(
-            f"{case.index:>4}  {case.setting:<18} {case.fault!s:<26} {case.fault.moment:<11}"
-            f" code {case.code:>4} {case.seconds:>5.1f} s  {state}",
-            flush=True,
-        )
-        for text in case.broken:
-            print(f"      {text}", flush=True)
+        show(case)
         return case
+
+
+def show(case: Case) -> None:
+    """A line of a case that has ended, and one for each promise that it broke."""
+    state = "missed" if case.missed else "BROKEN" if case.broken else "ok"
+    print(
+        f"{case.index:>4}  {case.setting:<28} {case.fault!s:<26} {case.fault.moment:<13}"
+        f" code {case.code:>4} {case.seconds:>5.1f} s  {state}  {case.doing}".rstrip(),
+        *(f"      {text}" for text in case.broken),
+        sep="\n",
+        flush=True,
+    )
 
 
 def run_all(chaos: Chaos, count: int, jobs: int) -> list[Case]:

@@ -10,11 +10,13 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.audit import judge_run
 from benchmarks.chaos_faults import INTERRUPTS, Fault, codes
 from benchmarks.chaos_settings import GROUPS, N_TRAIN, SAMPLES, Setting
 from realgraph.graphs.spec import Train
 from realgraph.runtime.job.cursor import permutation
 from realgraph.runtime.job.job import Job
+from tests.resumed_runs import ledger_problems
 from tests.runs import BASE, numbers, records
 
 
@@ -28,6 +30,7 @@ class Trained:
     state: dict[str, Any]
     sums: dict[str, str]  # of the files of the last checkpoint
     problems: list[str] = field(default_factory=list)
+    audit: tuple[str, ...] = ()  # broken promises about ages and samples, where losses were audited
 
 
 def trained(home: Path, setting: Setting) -> Trained:
@@ -39,6 +42,8 @@ def trained(home: Path, setting: Setting) -> Trained:
     sums = {str(path.relative_to(last)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     evals = {record["step"]: record["metrics"] for record in records(folder, "eval")}
     found = Trained(numbers(folder), {}, evals, state, sums)
+    if (folder / "audit").is_dir():
+        found.audit = judge_run(folder).problems
     found.groups = _groups(home, found.problems)
     return found
 
@@ -70,32 +75,15 @@ def judge_whole(found: Trained, reference: Trained | None, setting: Setting) -> 
     twice = [group for group, count in Counter(every).items() if count > 1]
     if twice:
         problems.append(f"groups trained more than once: {twice}")
-    if len(every) != steps * GROUPS:
-        problems.append(f"{len(every)} groups trained, not {steps * GROUPS}")
-    problems += _ledger(found, set(every), steps)
+    state = found.state
+    problems += ledger_problems(state, set(every), steps, GROUPS) if state else ["the last checkpoint has no state"]
     if setting.staleness and setting.overdue != "mask":
         ages = {step: metrics["staleness/max"] for step, metrics in found.numbers.items()}
         problems += [f"step {step}: age {age} over the bound" for step, age in ages.items() if age > setting.staleness]
+    if found.audit:
+        problems += [f"audit: {text}" for text in found.audit]
     if setting.exact and reference is not None:
         problems += _same(found, reference)
-    return problems
-
-
-def _ledger(found: Trained, groups: set[int], steps: int) -> list[str]:
-    """Problems of the ledger: each number that was ever given out must be trained, discarded, or open."""
-    state = found.state
-    if not state:
-        return ["the last checkpoint has no state"]
-    problems = []
-    if state["step"] != steps or state["n_trained"] != steps * GROUPS:
-        problems.append(f"the last state has {state['step']} steps and {state['n_trained']} trained groups")
-    if state["next_group"] != state["n_trained"] + state["n_discarded"] + len(state["open"]):
-        problems.append(f"the ledger does not add up: {state}")
-    if any(group >= state["next_group"] for group in groups) or groups & set(state["open"]):
-        problems.append("groups were trained that the ledger has not given out, or has as open")
-    left = set(range(state["next_group"])) - groups - set(state["open"])
-    if len(left) != state["n_discarded"]:
-        problems.append(f"{len(left)} groups neither trained nor open, {state['n_discarded']} discarded")
     return problems
 
 

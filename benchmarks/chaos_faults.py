@@ -12,11 +12,21 @@ from pathlib import Path
 from typing import Protocol
 
 from benchmarks.chaos_settings import EVERY, Setting
+from realgraph.runtime.master.status import read_status
+from tests.namespaces import Loopback
 from tests.runs import Running, records
+from tests.sglang_server import servers_at
 from tests.traces import processes_at, title_of
 
 SIGNALS = ("KILL", "STOP", "STOP, CONT", "TERM", "HUP", "INT", "INT, INT")
 TARGETS = ("master", "worker", "fork server", "functions", "group", "all")
+INSIDE = {  # moments that a run's status tells: what its workers do then
+    "transfer": "the reallocation of weights",
+    "switch": "the reallocation of weights",
+    "checkpoint": "the checkpoint of",
+    "in evaluation": "the evaluation after",
+}
+ROLLOUT_WORKER = 0  # where generation and training lie apart
 MOMENTS = ("start", "steps", "save", "evaluation", "end")
 INTERRUPTS = ("TERM", "HUP", "INT", "INT, INT")
 TITLES = {"worker": "realgraph worker", "fork server": "realgraph fork server", "functions": "realgraph functions"}
@@ -24,6 +34,9 @@ START_SECONDS = 3.0  # of a warm start: faults at the start fall within
 POLL_SECONDS = 0.003
 STOPPED_SECONDS = {"worker": 1.5}  # less than a worker may be silent; of others as long as one likes
 LONG_STOP_SECONDS = 5.0
+LINKS = ("CUT", "CUT, JOIN", "SLOW")  # to the connections of a run that has a network of its own
+CUT_SECONDS, SLOW_SECONDS = 1.5, 2.0  # less than a worker may be silent
+SLOW = ("500kbit", "1s")  # rate, and what waits no longer
 
 
 class Process(Protocol):
@@ -101,7 +114,7 @@ class Fault:
     @property
     def lasting(self) -> bool:
         """Nobody continues what it stops."""
-        return self.signal == "STOP"
+        return self.signal in ("STOP", "CUT")
 
 
 def draw(setting: Setting, rng: random.Random) -> Fault:
@@ -123,8 +136,10 @@ def draw(setting: Setting, rng: random.Random) -> Fault:
 def chosen(fault: Fault, home: Path, master: int, rng: random.Random) -> list[int]:
     """The processes that it reaches; none where there is no such process (yet)."""
     match fault.target:
-        case "master" | "group":
+        case "master" | "group" | "links":
             return [master]
+        case "server":
+            return servers_at(home)[:1]
         case "all":
             return [master, *(pid for pid in processes_at(home) if pid != master)]
         case kind:
@@ -137,6 +152,8 @@ def come(fault: Fault, folder: Path) -> bool:
     if fault.moment == "start":
         return True
     done = max((record["step"] + 1 for record in records(folder)), default=0)
+    if fault.moment in INSIDE:
+        return done >= fault.step and inside(folder, fault.moment)
     match fault.moment:
         case "save":
             return done >= fault.step and any((folder / "checkpoints").glob("*.partial"))
@@ -144,6 +161,21 @@ def come(fault: Fault, folder: Path) -> bool:
             return done >= fault.step and all(record["step"] < done for record in records(folder, "eval"))
         case _:
             return done >= fault.step
+
+
+def doing(folder: Path) -> dict[int, str]:
+    """worker -> the call in hand, as the run's status has it."""
+    try:
+        status = read_status(folder / "status.json")
+    except ValueError:  # it has just been replaced by a damaged one, which the next look tells
+        return {}
+    return {one.worker: one.doing for one in status.workers if one.doing} if status else {}
+
+
+def inside(folder: Path, moment: str) -> bool:
+    """True where the run says so: in a switch only the worker that generates has still to answer."""
+    busy = {worker for worker, text in doing(folder).items() if text.startswith(INSIDE[moment])}
+    return busy == {ROLLOUT_WORKER} if moment == "switch" else bool(busy)
 
 
 def await_moment(fault: Fault, process: Process, folder: Path, seconds: float) -> bool:
@@ -173,6 +205,21 @@ def deliver(fault: Fault, pids: list[int], process: Process) -> None:
                     os.kill(pid, signal.SIGCONT)
 
 
+def strain(fault: Fault, network: Loopback) -> None:
+    """Do it to all connections of a run; what lasts is left to the caller to end."""
+    match fault.signal:
+        case "SLOW":
+            network.slow(*SLOW)
+            time.sleep(SLOW_SECONDS)
+            network.slow("", "")
+        case "CUT, JOIN":
+            network.link("down")
+            time.sleep(CUT_SECONDS)
+            network.link("up")
+        case _:
+            network.link("down")
+
+
 def _send(fault: Fault, pids: list[int], name: str) -> None:
     number = signal.Signals[f"SIG{name}"]
     for pid in pids:
@@ -185,6 +232,10 @@ def _send(fault: Fault, pids: list[int], name: str) -> None:
 
 def codes(fault: Fault) -> set[int]:
     """The exit codes that may follow. 0 where the run was over, or what it hit was not needed any more."""
+    if fault.target == "server":
+        return {0}  # it is started again
+    if fault.target == "links":
+        return {0, 3} if fault.lasting else {0}
     ours = fault.target in ("master", "group", "all")
     if fault.signal in INTERRUPTS:
         # Python ends itself by SIGINT, which a shell calls 130, where one struck while it loaded a module

@@ -56,6 +56,7 @@ class Setting:
     cold: bool = False
     staleness: int = 0
     overdue: str = "mask"
+    served: bool = False  # generates on a stand-in of an SGLang server
 
     def run(self) -> dict[str, Any]:
         """The keys that are laid over the base run file."""
@@ -69,8 +70,8 @@ class Setting:
             "runtime": {
                 "heartbeat_seconds": 0.2,
                 "lost_after_seconds": LOST_SECONDS,
-                "min_deadline_seconds": 30.0,
-                "start_seconds": 60.0 if self.cold else 20.0,
+                "min_deadline_seconds": 60.0 if self.served else 30.0,  # a server may start anew meanwhile
+                "start_seconds": 60.0 if self.cold or self.served else 20.0,
             },
             "calls": {
                 "reward": {"fn": "chaos_functions:score", "reads": ["text", "answer", "row"], "timeout_seconds": 6.0},
@@ -116,6 +117,28 @@ SETTINGS = {
         Setting("command line", merged(GRPO, ONE), cold=True),
         Setting("staleness 2, drop", merged(GRPO, DISJOINT, late(2)), exact=False, staleness=2, overdue="drop"),
         Setting("staleness 4, mask", merged(GRPO, DISJOINT, late(4)), exact=False, staleness=4, overdue="mask"),
+    )
+}
+
+
+def apart(staleness: int, overdue: str, interrupt: str, *, served: bool = False, waits: bool = False) -> Setting:
+    """An audited run that generates on one worker and trains on the other. waits: on late rewards."""
+    name = f"{'served, ' * served}{staleness} {overdue}, {interrupt}"
+    rollout = {"interrupt": interrupt, "engine": "sglang" if served else "embedded"}
+    uses = {"rollout": rollout, "outputs": {"audit": True}, "steps": STEPS}
+    parts = merged(GRPO, DISJOINT, uses, late(staleness) if waits else {})
+    return Setting(name, parts, exact=False, staleness=staleness, overdue=overdue, served=served)
+
+
+ASYNCHRONOUS = {
+    setting.name: setting
+    for setting in (
+        apart(1, "mask", "recompute"),
+        apart(2, "drop", "keep_kv", waits=True),
+        apart(3, "wait", "wait"),
+        apart(4, "mask", "recompute"),
+        apart(2, "mask", "recompute", served=True),
+        apart(4, "drop", "recompute", served=True),
     )
 }
 

@@ -1,10 +1,10 @@
 """Decode steps of one replica under layouts, 30M parameters, one core a process: tp 2 and pp 2 against one process.
 
 Run from the repository root: `OMP_NUM_THREADS=1 python -m benchmarks.generation_layouts`. All sequences run at once and
-are equally long. Two pipeline stages are measured with two lanes of sequences and with one, in which each stage waits
-for the other. The layouts take turns, and the median of the rounds is kept. Wall time: other work on the machine
-distorts it. A step of one sequence reads every weight once: beside it stands the share of the bytes a second that one
-thread reads of plain memory.
+are equally long. Two pipeline stages, of one chunk and of two, are measured with two lanes of sequences, and with one:
+each stage waits for the other then. The layouts take turns, and the median of the rounds is kept. Wall time: other work
+on the machine distorts it. A step of one sequence reads every weight once: beside it stands the share of the bytes a
+second that one thread reads of plain memory.
 """
 
 import json
@@ -31,7 +31,11 @@ from tests.ranks import RankProcesses, joined
 
 RESULTS = Path(__file__).parent / "results" / "generation_layouts.json"
 ONE, TP2, PP2 = Layout(DeviceMesh(0, 1)), Layout(DeviceMesh(0, 2), tp=2), Layout(DeviceMesh(0, 2), pp=2)
-CONTENDERS = {"one process": (ONE, 1), "tp2": (TP2, 1), "pp2, one lane": (PP2, 1), "pp2, two lanes": (PP2, 2)}
+CHUNKS = Layout(DeviceMesh(0, 2), pp=2, stages=((3, 3), (2, 2)))
+CONTENDERS = {
+    **{"one process": (ONE, 1), "tp2": (TP2, 1), "pp2, one lane": (PP2, 1), "pp2, two lanes": (PP2, 2)},
+    **{"pp2 x2, one lane": (CHUNKS, 1), "pp2 x2, two lanes": (CHUNKS, 2)},
+}
 SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = 32, 16, 48
 ROUNDS = 3
 TP_TARGET = 2.2  # seconds of a step of tp2 over those of one process, at most
@@ -87,7 +91,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = tiny.save(Path(folder) / "model", "qwen3", **SHAPE)
         nbytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-        processes = RankProcesses(2, [TP2, PP2], seconds=600.0)
+        processes = RankProcesses(2, [TP2, PP2, CHUNKS], seconds=600.0)
         for _ in range(ROUNDS):
             for name, found in seconds.items():
                 found.append(max(processes.run(step_seconds, model, name, SEQUENCES)))
@@ -100,7 +104,9 @@ def main() -> None:
         print(f"{name:>16}: {1e3 * found_seconds:6.1f} ms a step, {rate:5.0f} tokens/s, {ratio:.2f} x one process")
     tp = step["tp2"] / step["one process"]
     print(f"{'PASS' if tp <= TP_TARGET else 'FAIL'} a step of tp2 takes {tp:.2f} x one process's, at most {TP_TARGET}")
-    print(f"two lanes on two stages: {step['pp2, one lane'] / step['pp2, two lanes']:.2f} x one lane")
+    lanes = {name: step[f"{name}, one lane"] / step[f"{name}, two lanes"] for name in ("pp2", "pp2 x2")}
+    for name, ratio in lanes.items():
+        print(f"two lanes on {name}: {ratio:.2f} x one lane")
     share = nbytes / statistics.median(single) / read_bytes_per_second()
     print(f"one sequence: {1e3 * statistics.median(single):.1f} ms a step, {share:.2f} of what memory gives one thread")
     report: dict[str, Any] = {
@@ -109,7 +115,7 @@ def main() -> None:
         "seconds_of_a_step": step,
         "tp2_over_one_process": round(tp, 2),
         "target": TP_TARGET,
-        "two_lanes_over_one": round(step["pp2, one lane"] / step["pp2, two lanes"], 2),
+        "two_lanes_over_one": {name: round(ratio, 2) for name, ratio in lanes.items()},
         "one_sequence": {"seconds": statistics.median(single), "share_of_memory_bandwidth": round(share, 2)},
     }
     RESULTS.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

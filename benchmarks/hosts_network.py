@@ -17,8 +17,8 @@ from torch import Tensor
 
 from benchmarks.data_plane import SIZES, Addresses, bare_turn, gather_turns, own
 from realgraph.planner.plan.layout import DeviceMesh, Layout
-from realgraph.runtime.parallel.cuts import Box
-from realgraph.runtime.parallel.exchange import BUCKET_BYTES, WeightPart, WorkerParts, layout_boxes, reallocation
+from realgraph.runtime.parallel.cuts import Box, layout_boxes
+from realgraph.runtime.parallel.exchange import BUCKET_BYTES, WeightPart, WorkerParts, reallocation
 from realgraph.runtime.parallel.groups import Collectives, LayoutRanks, Member
 from realgraph.runtime.parallel.mapped import MappedRoute
 from realgraph.runtime.parallel.rendezvous import open_rendezvous, reach_store
@@ -108,9 +108,16 @@ def _ours(worker: int, case: tuple[Layout, Layout], member: Member) -> Callable[
     into = _filled(wants)
     place = WorkerParts(worker, torch.device("cpu"), held, wants, None)
 
+    wanted = {name: WeightPart(name, wants[name], values) for name, values in into.items()}
+
     def turn() -> None:
-        for part in route.bring(place):
-            into[part.name][part.box.within(wants[part.name]).slices].copy_(part.values)
+        parts = route.bring(place)
+        parts.land_in(wanted)
+        for part in parts:
+            own = into[part.name][part.box.within(wants[part.name]).slices]
+            if own.data_ptr() != part.values.data_ptr():  # else it came right there
+                own.copy_(part.values)
+        route.settle()
 
     return turn
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from realgraph.planner.costs.spread import SpreadRegime
+
 TIMES = {"s": 1.0, "ms": 1e3, "h": 1 / 3600}  # of a second
 
 
@@ -53,9 +55,13 @@ class Row(Struct, frozen=True):
 class Prediction(Struct, frozen=True):
     """A row beside its prediction, in one unit. group: rows whose order is compared (one source and model).
 
+    regimes: those of the planner's deviations (costs/spread.py) that it has; beside: deviation of a step's calls.
+
     phase: train, generate, inference, rl_step, weight_sync, memory or fits. Of `fits`: 1.0 for yes, 0.0 for no.
     moe: whether the model has experts. backend: the engine's family, whose rows of other systems calibrate this one.
-    assumed: what the source leaves out and is assumed instead.
+    assumed: what the source leaves out and is assumed instead. unpublished: batch or lengths are among it, so that the
+    row counts as not predicted. unknown: what is predicted without the constants that its system or machine alone
+    tells, None where there are none.
     """
 
     row: Row
@@ -66,6 +72,10 @@ class Prediction(Struct, frozen=True):
     moe: bool = False
     backend: str = ""
     assumed: str = ""
+    regimes: tuple[SpreadRegime, ...] = ("plain",)
+    beside: float = 0.0
+    unpublished: bool = False
+    unknown: float | None = None
 
 
 def read_rows(file: Path) -> Iterator[Row]:

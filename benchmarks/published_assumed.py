@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 
 import numpy as np
+from msgspec import Struct
 from msgspec.structs import replace
 
 from benchmarks.published import Row
@@ -16,25 +17,30 @@ from benchmarks.published_steps import (
     BF16,
     Batch,
     Engines,
-    generate_work,
-    glue,
     layout_of,
-    pass_seconds,
-    serving,
-    step_seconds,
-    sync_seconds,
-    update_seconds,
+    overheads,
+    step_request,
+    with_running,
 )
 from benchmarks.static_batches import static_generate_seconds
 from realgraph.planner.costs.backend import Backend
-from realgraph.planner.costs.generate.generate import generate_seconds
+from realgraph.planner.costs.generate.generate import GenerateWork
 from realgraph.planner.costs.lengths import Lengths, lengths_of, lognormal
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.planner.request.cost_table import MeasuredCall
+from realgraph.planner.request.request import PlanRequest, call_hashes
 
-Told = tuple[float, str]  # seconds, and what is assumed
+
+class AssumedSteps(Struct, frozen=True):
+    """Steps that a row is about, the request of one of them, and what is assumed."""
+
+    request: PlanRequest
+    said: str
+    steps: float = 1.0
+
 
 # --- AReaL, blogs of v0.2 and v0.3, arXiv:2505.24298 ------------------------------------------------------------------
 
@@ -60,7 +66,7 @@ N_QUANTILES = 256
 AREAL_STEPS = re.compile(r"hours_for_(\d+)_ppo_steps")
 
 
-def areal(row: Row, model: ModelSpec, cluster: Cluster) -> Told | str:
+def areal(row: Row, model: ModelSpec, cluster: Cluster) -> AssumedSteps | str:
     """Seconds of so many PPO steps."""
     counted = AREAL_STEPS.fullmatch(row.metric)
     mode = re.match(r"(sync|async)\b", row.notes)
@@ -80,17 +86,16 @@ def areal(row: Row, model: ModelSpec, cluster: Cluster) -> Told | str:
         microbatch=AREAL_MICROBATCH,
         controller=False,
         in_flight=AREAL_IN_FLIGHT,
-        files=True,
+        way="files",
         looks_seconds=AREAL_LOOKS_SECONDS,
     )
     mean, lengths, known = _areal_lengths(model)
     batch = replace(AREAL_BATCH, mean=mean, lengths=lengths, staleness=AREAL_STALENESS if mode[1] == "async" else 0)
-    seconds = step_seconds(model, cluster, engines, batch).whole
     said = (
         f"mean answer {mean:,.0f} tokens ({known}), a batch is four steps, "
         f"{part} devices generate and {left} train (pp{stages} tp{tp})"
     )
-    return seconds * float(counted[1]) / AREAL_BATCH.steps, said
+    return AssumedSteps(step_request(model, cluster, engines, batch), said, float(counted[1]) / AREAL_BATCH.steps)
 
 
 def _areal_lengths(model: ModelSpec) -> tuple[float, tuple[int, ...], str]:
@@ -132,7 +137,9 @@ def _bisected(low: float, high: float, too_small: Callable[[float], bool]) -> fl
 # benchmark/README.md of 2024: prompts and answers of up to 1,024 tokens, all taken to be as long, as DeepSpeed-Chat's
 # benchmark settings want it; 1,024 samples, 128 an optimizer step; reward model and critic as large as the actor;
 # reference, reward, actor, critic and engines on 1 : 1 : 2 : 2 : 2 eighths of the devices; states of Adam on the host.
-CHAT_BATCH = Batch(samples=1024, per_group=1, prompt=1024, mean=1024.0, limit=1024, steps=8, rewarded=False)
+CHAT_BATCH = Batch(
+    samples=1024, per_group=1, prompt=1024, mean=1024.0, limit=1024, steps=8, passes=("old", "ref"), critic=True
+)
 CHAT_TOKENS = 2048
 CHAT_MICROBATCH = 4 * CHAT_TOKENS
 EIGHTHS_SMALL, EIGHTHS_LARGE = 1, 2
@@ -150,41 +157,74 @@ CHAT_RUNNING = ((10.0, 8), (1e9, 2))
 EAGER_LAYER_SECONDS = 2.0e-3
 
 
-def openrlhf(model: ModelSpec, cluster: Cluster) -> Told:
+def openrlhf(model: ModelSpec, cluster: Cluster) -> AssumedSteps:
     """Seconds of one PPO batch: engines, then four passes side by side, then actor and critic side by side."""
     devices = cluster.n_devices
     small, large = (max(1, devices * eighths // 8) for eighths in (EIGHTHS_SMALL, EIGHTHS_LARGE))
     tp = _least_tp(model, cluster)
-    engines = _chat_engines(layout_of(max(large, tp), tp), large)
-    generating = serving(Setting(model, BF16, engines.generate, cluster))
     asked = next(most for billions, most in CHAT_ASKED if model.n_params() < billions * 1e9)
-    work = generate_work(generating, engines, CHAT_BATCH)
-    running = max(1, min(work.running, round(asked * large / engines.generate.dp)))
-    seconds = generate_seconds(generating, replace(work, running=running))
-    frozen = replace(engines, train=layout_of(small, sharded=True))
-    passes = pass_seconds(_trained(model, cluster, frozen.train), frozen, CHAT_BATCH)
-    training = update_seconds(_trained(model, cluster, engines.train), engines, CHAT_BATCH)
-    fixed = sync_seconds(generating, "one_rank") + glue().step_seconds
+    generate, actor = layout_of(max(large, tp), tp), layout_of(large, sharded=True)
+    ends = [generate.mesh.n_devices, *([large] * 2), *([small] * 2)]
+    firsts = [sum(ends[: i + 1]) for i in range(len(ends))]
+    critic, ref, scores = (
+        replace(layout_of(size, sharded=True), mesh=DeviceMesh(first, size))
+        for first, size in zip(firsts[1:], (large, small, small), strict=False)
+    )
+    engines = replace(
+        _chat_engines(generate, actor, _host_adam(ZERO3, model, cluster, large)),
+        way="one_rank",
+        places={"values": critic, "train_critic": critic, "ref_logp": ref, "score": scores},
+    )
+    request = step_request(model, cluster, engines, CHAT_BATCH)
+    running = min(request.workload.max_running or 1, max(1, round(asked * large / generate.dp)))
     said = (
         f"prompts and answers of 1,024 tokens, 128 samples an optimizer step, {small} devices each for reference and "
         f"reward, {large} each for actor, critic and engines (tp{tp}), {asked} samples at once for each of the actor"
     )
-    return seconds + passes + training + _host_adam(model, cluster, large) + fixed, said
+    return AssumedSteps(with_running(request, running), said)
 
 
-def deepspeed_chat(model: ModelSpec, cluster: Cluster) -> Told:
-    """Seconds of one PPO batch: every model on all devices, one after the other."""
+def deepspeed_chat(model: ModelSpec, cluster: Cluster) -> AssumedSteps:
+    """Seconds of one PPO batch: every model on all devices, one after the other. Its generation, which no engine of the
+    planner's runs so, is handed to the planner as if measured."""
     devices = cluster.n_devices
     running = next(most for billions, most in CHAT_RUNNING if model.n_params() < billions * 1e9)
     tp = min(devices, _least_tp(model, cluster))  # its engine gathers whole layers on so many devices together
-    engines = replace(_chat_engines(layout_of(devices, tp, sharded=True), devices), microbatch=running * CHAT_TOKENS)
-    eager = hybrid_engine(Setting(model, BF16, engines.generate, cluster))
-    seconds = static_generate_seconds(eager, replace(generate_work(eager, engines, CHAT_BATCH), running=running * tp))
-    trained = _trained(model, cluster, engines.train, DEEPSPEED_CHAT)
-    passes = 4 * pass_seconds(trained, engines, CHAT_BATCH)
-    training = 2 * (update_seconds(trained, engines, CHAT_BATCH) + _host_adam(model, cluster, devices))
+    eager = hybrid_engine(Setting(model, BF16, layout_of(devices, tp, sharded=True), cluster))
+    work = GenerateWork(CHAT_BATCH.samples, 1, CHAT_BATCH.prompt, CHAT_BATCH.mean, CHAT_BATCH.limit, running * tp)
+    adam = _host_adam(DEEPSPEED_CHAT, model, cluster, devices)
+    engines = _chat_engines(layout_of(devices, tp), layout_of(devices, sharded=True), adam)
+    engines = replace(engines, colocated=True, sleeps=False, microbatch=running * CHAT_TOKENS)
+    request = step_request(model, cluster, engines, CHAT_BATCH)
     said = f"prompts and answers of 1,024 tokens, 128 samples an optimizer step, {running} samples at once on a device"
-    return seconds + passes + training + glue().step_seconds, said
+    return AssumedSteps(_with_generation(request, static_generate_seconds(eager, work)), said)
+
+
+def _with_generation(request: PlanRequest, seconds: float) -> PlanRequest:
+    """The request in which generation takes so long; new weights are there without being brought."""
+    pin = request.pins["rollout"]
+    shape, workload = call_hashes(request, "rollout")
+    assert pin.devices and pin.dp and pin.tp
+    call = MeasuredCall(
+        call="rollout",
+        phase="generate",
+        model=shape,
+        workload=workload,
+        devices=pin.devices,
+        dp=pin.dp,
+        tp=pin.tp,
+        pp=1,
+        ep=1,
+        cp=1,
+        sharding="replicated",
+        seconds=seconds,
+        predicted_seconds=0.0,
+        kv_cache_tokens=pin.kv_cache_tokens,
+    )
+    own = replace(
+        overheads(), sync_seconds=0.0, sync_tensor_seconds=0.0, sync_bytes_per_s=0.0, padded_token_seconds=0.0
+    )
+    return replace(request, costs=replace(request.costs, calls=(call,), overheads=own))
 
 
 def _least_tp(model: ModelSpec, cluster: Cluster) -> int:
@@ -199,22 +239,20 @@ def hybrid_engine(setting: Setting) -> Setting:
     return replace(setting, factors=eager, backend=DEEPSPEED_CHAT)
 
 
-def _chat_engines(generate: Layout, train: int) -> Engines:
+def _chat_engines(generate: Layout, train: Layout, backend: Backend) -> Engines:
     return Engines(
         generate=generate,
-        train=layout_of(train, sharded=True),
+        train=train,
         colocated=False,
         microbatch=CHAT_MICROBATCH,
         controller=False,
+        backend=backend,
     )
 
 
-def _trained(model: ModelSpec, cluster: Cluster, layout: Layout, engine: Backend = ZERO3) -> Setting:
-    return Setting(model, BF16, replace(layout, mesh=DeviceMesh(0, layout.mesh.n_devices)), cluster, backend=engine)
-
-
-def _host_adam(model: ModelSpec, cluster: Cluster, devices: int) -> float:
-    """Optimizer steps on the hosts: gradients down and weights up in 16 bits, and Adam on all their cores."""
+def _host_adam(engine: Backend, model: ModelSpec, cluster: Cluster, devices: int) -> Backend:
+    """The engine with optimizer steps on the hosts: gradients down and weights up in 16 bits, and Adam on all their
+    cores."""
     hosts = max(1.0, devices / cluster.devices_per_node)
     moved = 4 * model.n_params() / devices / cluster.pcie_bytes_per_s
-    return CHAT_BATCH.steps * (CPU_ADAM_SECONDS * model.n_params() / hosts + moved)
+    return replace(engine, step_seconds=engine.step_seconds + CPU_ADAM_SECONDS * model.n_params() / hosts + moved)

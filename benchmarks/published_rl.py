@@ -1,4 +1,7 @@
-"""Predictions for published speeds of generation, weight synchronisation and whole steps of RL systems."""
+"""Predictions for published speeds of generation, weight synchronisation and whole steps of RL systems.
+
+What is assumed here is always a batch or lengths: such a prediction is marked as `unpublished` and counts in no figure.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -6,42 +9,46 @@ from collections.abc import Iterator, Sequence
 from msgspec.structs import replace
 
 from benchmarks.published import Prediction, Row
-from benchmarks.published_assumed import areal, deepspeed_chat, openrlhf
-from benchmarks.published_backends import eight_bit
-from benchmarks.published_generation import generation
+from benchmarks.published_assumed import AssumedSteps, areal, deepspeed_chat, openrlhf
+from benchmarks.published_backends import in_eight_bits
+from benchmarks.published_served import cache_room, most_sequences
 from benchmarks.published_shapes import cluster_of, model_of
 from benchmarks.published_steps import (
     BF16,
     MOST_RUNNING,
+    SYSTEM,
     Batch,
     Engines,
     Way,
-    generate_work,
+    engine_ranks,
+    generate_request,
     layout_of,
-    pass_seconds,
+    overheads,
+    plan_for,
     reload_seconds,
-    serving,
-    settings_of,
-    step_seconds,
-    sync_seconds,
+    step_request,
+    sync_request,
 )
+from realgraph.planner.costs.backend import backend_of
+from realgraph.planner.costs.engine_overheads import NO_OVERHEADS
 from realgraph.planner.costs.generate.decode import cache_bytes_per_token
-from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds
 from realgraph.planner.costs.setting import Setting
+from realgraph.planner.costs.spread import regimes_of
 from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.inputs.devices import device_kind
 from realgraph.planner.inputs.model_spec import ModelSpec, known_models
+from realgraph.planner.options.period_error import calls_error
 from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.request.request import PlanRequest
 
 CHAT_METRIC = "ppo_epoch_time_1024_prompts"
 PHASES = ("generate", "inference", "e2e", "weight_sync")
-# TensorRT-LLM's benchmark: requests by prompt and response length, 99 % of what weights and buffers leave for the cache
-# in which every sequence reserves its whole length, and at most 4,096 sequences (its docs, perf-overview.md).
+# TensorRT-LLM's benchmark: requests by prompt and response length; in the cache every sequence reserves its whole
+# length (its docs, perf-overview.md).
 SERVED = re.compile(r"ISL (\d+) OSL (\d+)")
 REQUESTS = {(128, 128): 30000, (128, 4096): 1500, (2048, 2048): 1500, (5000, 500): 1500, (20000, 2000): 1000}
 MANY_REQUESTS = 3000
-TRT_MOST_RUNNING = 4096
-TRT_CACHE_SHARE = 0.99
-TRT_BUFFER_BYTES = 3e9
 # NeMo-RL, examples/configs/recipes/llm/performance: problems of OpenMathInstruct-2 with a short prompt (the published
 # tokens a step less those generated leave 100 to 130 a sample), 512 samples an optimizer step, log-probs of the policy
 # and of the reference; asynchronous recipes generate on one half of the devices.
@@ -134,14 +141,16 @@ def _timed(row: Row, model: ModelSpec, phase: str, seconds: float, assumed: str 
 def _told(row: Row, model: ModelSpec, phase: str, predicted: float, assumed: str = "") -> Prediction:
     group = f"{row.source.split('@')[0].strip()} | {row.model} | {row.metric}"
     family = "tensorrt-llm" if row.system.startswith("TensorRT-LLM") else "rl"
-    return Prediction(row, phase, group, row.number("value"), predicted, model.experts > 0, family, assumed)
+    return Prediction(
+        row, phase, group, row.number("value"), predicted, model.experts > 0, family, assumed, unpublished=bool(assumed)
+    )
 
 
 def _assumed(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
     """A step under assumptions of published_assumed.py."""
     if not row.count("n_gpus"):
         return "the number of devices is not published"
-    found: tuple[float, str] | str
+    found: AssumedSteps | str
     if row.system.startswith("AReaL"):
         found = areal(row, model, cluster)
     elif row.metric != CHAT_METRIC:
@@ -150,7 +159,8 @@ def _assumed(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
         found = openrlhf(model, cluster) if row.system.startswith("OpenRLHF") else deepspeed_chat(model, cluster)
     if isinstance(found, str):
         return found
-    return _timed(row, model, "rl_step", *found)
+    plan = plan_for(found.request)
+    return plan if isinstance(plan, str) else _whole(row, model, (found.request, plan), found.said, found.steps)
 
 
 # --- generation -------------------------------------------------------------------------------------------------------
@@ -168,38 +178,39 @@ def _served(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
     tp, pp = row.count("tp", 1) or 1, row.count("pp", 1) or 1
     if pp > model.layers:
         return "more stages than layers"
-    setting = Setting(model, BF16, Layout(DeviceMesh(0, tp * pp), tp=tp, pp=pp), cluster)
+    layout = Layout(DeviceMesh(0, tp * pp), tp=tp, pp=pp)
+    serving = backend_of(layout)
     if "FP8" in row.notes:
-        setting = eight_bit(setting, cache_bytes=1)
-    held = (setting.engine.weight_bytes or setting.element) * model.n_params() / (tp * pp)
-    room = TRT_CACHE_SHARE * (cluster.memory_bytes - held - TRT_BUFFER_BYTES)
+        serving = in_eight_bits(serving, device_kind(cluster.kind).costs.fp8, cache_bytes=1)
+    setting = Setting(model, BF16, layout, cluster, backend=serving)
+    own = row.system.startswith("TensorRT-LLM")
+    most = most_sequences(row, prompt + new) if own else MOST_RUNNING
+    room = cache_room(setting, most)
     running = int(room * pp / (cache_bytes_per_token(setting) * (prompt + new)))
-    most = TRT_MOST_RUNNING
-    if not row.system.startswith("TensorRT-LLM"):
-        setting, most = serving(setting), MOST_RUNNING
-    work = GenerateWork(
-        samples=REQUESTS.get((prompt, new), MANY_REQUESTS),
-        samples_per_group=1,
-        prompt_tokens=prompt,
-        mean_new_tokens=new,
-        max_new_tokens=new,
-        running=max(1, min(most, running)),
-    )
+    engine = replace(SYSTEM, overheads=NO_OVERHEADS if own else overheads(), generate_backend=serving, max_running=most)
+    requests = REQUESTS.get((prompt, new), MANY_REQUESTS)
+    batch = Batch(samples=requests, per_group=1, prompt=prompt, mean=new, limit=new)
+    request = generate_request(model, (layout, cluster), engine, batch, max(1, min(most, running)))
+    plan = plan_for(request)
+    if isinstance(plan, str):
+        return plan
     devices = max(tp * pp, row.count("n_gpus", tp * pp))
-    found = generation(setting, work).tokens_per_second * devices / (tp * pp)
-    return _told(row, model, "generate", found / devices if "per_gpu" in row.metric else found)
+    found = requests * new / plan.period_seconds * devices / (tp * pp)
+    told = _told(row, model, "generate", found / devices if "per_gpu" in row.metric else found)
+    return replace(told, regimes=tuple(regimes_of("generate", model, layout)))
 
 
 def _sync(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
     """Trained weights to engines, as the notes have it; where nothing says how many devices take part, one node's."""
     ranks = re.search(r"rollout ranks (\d+)", row.notes)
     devices = max(1, int(ranks[1])) if ranks else cluster.n_devices
-    tp = max(1, min(8, devices)) if model.n_params() > 3e10 else 1
-    setting = Setting(model, BF16, layout_of(max(devices, tp), tp), cluster)
-    least = row.in_unit(setting.element * model.n_params() / cluster.link_bytes_per_s / tp)
+    least = row.in_unit(2 * model.n_params() / cluster.link_bytes_per_s / engine_ranks(model, devices))
     if isinstance(least, float) and row.number("value") < least:
         return "faster than the link of a device carries its weights"
-    seconds = sync_seconds(setting, _way(row))
+    plan = plan_for(sync_request(model, cluster, devices, _way(row)))
+    if isinstance(plan, str):
+        return plan
+    seconds = plan.reallocation_seconds["rollout"]
     if "param offload on" in row.notes:
         seconds += reload_seconds(model, SYNC_DEVICES)
     return _timed(row, model, "weight_sync", seconds)
@@ -252,10 +263,25 @@ def _step(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
         mean=float(mean[1]),
         limit=longest - NEMO_PROMPT,
         steps=max(1, samples // NEMO_TRAINED_AT_ONCE),
-        passes=2,
+        passes=("old", "ref"),
         staleness=int(late),
     )
-    return _timed(row, model, "rl_step", step_seconds(model, cluster, engines, batch).whole)
+    return _planned(row, model, step_request(model, cluster, engines, batch))
+
+
+def _planned(row: Row, model: ModelSpec, request: PlanRequest, said: str = "") -> Prediction | str:
+    """A step as its plan has it."""
+    plan = plan_for(request)
+    return plan if isinstance(plan, str) else _whole(row, model, (request, plan), said)
+
+
+def _whole(
+    row: Row, model: ModelSpec, planned: tuple[PlanRequest, Plan], said: str, steps: float = 1.0
+) -> Prediction | str:
+    """So many steps of a plan, beside what its calls' errors make of its period's."""
+    request, plan = planned
+    found = _timed(row, model, "rl_step", plan.period_seconds * steps, said)
+    return found if isinstance(found, str) else replace(found, beside=calls_error(request, plan))
 
 
 def _train_layout(row: Row, devices: int) -> Layout:
@@ -279,15 +305,17 @@ def _verl(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
         microbatch=longest + 2048,
     )
     if split:
-        batch = replace(batch, staleness=1, passes=0 if "fully async" in row.notes else 1)
+        batch = replace(batch, staleness=1, passes=() if "fully async" in row.notes else ("old",))
     said = f"mean answer {batch.mean:,.0f} tokens, set with these rows in view"
-    if row.metric == "generate_time":
-        setting, _ = settings_of(model, cluster, engines)
-        seconds = generate_seconds(setting, generate_work(setting, engines, batch))
-        return _timed(row, model, "generate", seconds, said)
-    if row.metric == "old_log_prob_time":
-        _, setting = settings_of(model, cluster, engines)
-        return _timed(row, model, "inference", pass_seconds(setting, engines, batch), said)
-    if row.metric != "step_time":
+    if row.metric == "step_time":
+        return _planned(row, model, step_request(model, cluster, engines, batch), said)
+    parts_of = {"generate_time": ("generate", "rollout"), "old_log_prob_time": ("inference", "old_logp")}
+    if row.metric not in parts_of:
         return f"nothing known of {row.metric or 'the metric'}"
-    return _timed(row, model, "rl_step", step_seconds(model, cluster, engines, batch).whole, said)
+    phase, call = parts_of[row.metric]  # of a batch as a whole
+    plan = plan_for(step_request(model, cluster, engines, replace(batch, staleness=0)))
+    if isinstance(plan, str):
+        return plan
+    found = _timed(row, model, phase, plan.allocations[call].seconds, said)
+    regimes = regimes_of("generate", model, engines.generate) if call == "rollout" else ("plain",)
+    return found if isinstance(found, str) else replace(found, regimes=tuple(regimes))

@@ -1,18 +1,21 @@
 """Rehearsals of plans: both shipped GPU configurations, and the plan of every case of planner.py up to 64 devices.
 
 Run from the repository root: `python -m benchmarks.rehearsals`, `--devices N` (cases of up to N devices, 64 unless
-told), `--only NAME`. Each plan is searched, then followed by one process a device (`realgraph rehearse --plan`) on this
-machine's CPU: losses, gradient norms, rewards and samples must be those of one process, bytes and orders those of
-the plan. One row each: devices, seconds of the plan's run and of one process's as the command says them, seconds of the
-whole command, the most memory that its processes shared out at a time, and the verdict. 64 processes take some 20 GiB.
+told), `--only NAME`, `--limit SECONDS` (of a plan, 7200 unless told), `--resume` (what passes on record is left out).
+Each plan is searched, then followed by one process a device (`realgraph rehearse --plan`) on this machine's CPU:
+losses, gradient norms, rewards and samples must be those of one process, bytes and orders those of the plan. One row
+each: devices, seconds of the plan's run and of one process's as the command says them, seconds of the whole command and
+CPU seconds of all its processes, the most memory that these shared out at a time, and the verdict. 64 processes take
+some 20 GiB.
 
-Without `--only`, results go to results/rehearsals.json.
+Results go to results/rehearsals.json, with `--only` those of `--resume` alone.
 """
 
 import argparse
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -32,7 +35,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "rehearsals.json"
 CONFIGS = ("gsm8k_grpo_qwen3_1.7b_8xh100.yaml", "ppo_llama3_8b_2x8h100.yaml")
 MOST_DEVICES = 64
-LIMIT_SECONDS = 7200.0
+LIMIT_SECONDS = 7200.0  # of a plan
 LOOK_SECONDS = 2.0  # between two looks at the processes' memory
 
 
@@ -42,6 +45,7 @@ class Rehearsal(Struct, frozen=True):
     case: str
     devices: int
     seconds: float
+    cpu_seconds: float  # of all its processes
     memory_gib: float
     exit_code: int
     verdict: str
@@ -73,16 +77,17 @@ def written(name: str, config: Path | None, folder: Path) -> tuple[Path, Path]:
     return file, folder / "plan.json"
 
 
-def rehearsed(name: str, config: Path | None, devices: int) -> Rehearsal:
-    """Plan a case and rehearse it."""
+def rehearsed(name: str, case: tuple[Path | None, int], limit: float) -> Rehearsal:
+    """Plan a case, of `cases`, and rehearse it for `limit` seconds at most."""
+    config, devices = case
     with tempfile.TemporaryDirectory() as home:
         file, plan = written(name, config, Path(home))
         command = [sys.executable, "-m", "realgraph.cli", "rehearse", str(file), "--plan", str(plan)]
-        began, most = time.monotonic(), 0.0
+        began, before, most = time.monotonic(), children_seconds(), 0.0
         with (Path(home) / "out").open("w+") as out:
             running = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT)
             while running.poll() is None:
-                if time.monotonic() - began > LIMIT_SECONDS:
+                if time.monotonic() - began > limit:
                     running.terminate()
                 most = max(most, family_gib(running.pid))
                 try:
@@ -94,7 +99,14 @@ def rehearsed(name: str, config: Path | None, devices: int) -> Rehearsal:
     took = re.search(r"\((\d+) s by the plan, (\d+) s by one process\)", said)
     both = (int(took[1]), int(took[2])) if took else (None, None)
     verdict = next((line for line in reversed(said.splitlines()) if line.startswith(("the plan runs", "error"))), said)
-    return Rehearsal(name, devices, seconds, most, running.returncode, verdict[-500:], *both)
+    cpu = children_seconds() - before
+    return Rehearsal(name, devices, seconds, cpu, most, running.returncode, verdict[-500:], *both)
+
+
+def children_seconds() -> float:
+    """CPU seconds of all that this process has started and that has ended, and of what that had started."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def family_gib(pid: int) -> float:
@@ -121,21 +133,35 @@ def _pss(pid: int) -> int:
     return sum(int(row.split()[1]) for row in rows if row.startswith("Pss:"))
 
 
+def on_record() -> list[Rehearsal]:
+    """The rows of the results' file whose plans run."""
+    if not RESULTS.exists():
+        return []
+    rows = msgspec.convert(json.loads(RESULTS.read_bytes())["rows"], list[Rehearsal])
+    return [row for row in rows if not row.exit_code]
+
+
 def main() -> int:
     """Rehearse, print, write the results; 1 where a plan fails or differs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, default=MOST_DEVICES)
     parser.add_argument("--only", default="")
+    parser.add_argument("--limit", type=float, default=LIMIT_SECONDS)
+    parser.add_argument("--resume", action="store_true")
     asked = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print(f"{'case':36}{'devices':>8}{'plan s':>8}{'alone s':>8}{'all s':>8}{'GiB':>7}  verdict")
-    rows: list[Rehearsal] = []
-    for name, (config, devices) in cases(min(asked.devices, MOST_DEVICES), asked.only).items():
-        row = rehearsed(name, config, devices)
+    print(f"{'case':36}{'devices':>8}{'plan s':>8}{'alone s':>8}{'all s':>8}{'CPU s':>8}{'GiB':>7}  verdict")
+    rows = on_record() if asked.resume else []
+    known = {row.case for row in rows}
+    for name, case in cases(min(asked.devices, MOST_DEVICES), asked.only).items():
+        if name in known:
+            continue
+        row = rehearsed(name, case, asked.limit)
         rows.append(row)
         both = f"{row.plan_seconds or '-':>8}{row.alone_seconds or '-':>8}"
-        print(f"{name:36}{devices:8}{both}{row.seconds:8.0f}{row.memory_gib:7.1f}  {row.verdict}", flush=True)
-        if not asked.only:
+        spent = f"{row.seconds:8.0f}{row.cpu_seconds:8.0f}{row.memory_gib:7.1f}"
+        print(f"{name:36}{row.devices:8}{both}{spent}  {row.verdict}", flush=True)
+        if asked.resume or not asked.only:
             report = {"machine": describe(), "rows": msgspec.to_builtins(rows)}
             RESULTS.write_bytes(msgspec.json.format(json.dumps(report).encode(), indent=1) + b"\n")
     failed = [row.case for row in rows if row.exit_code]

@@ -19,6 +19,7 @@ import msgspec
 
 from benchmarks.machine import describe
 from realgraph.runtime.commands.actions import Action, Event, Halt, Send, StepEnded
+from realgraph.runtime.job.sample_ids import sample_ids
 from realgraph.runtime.scheduler.scheduler import Scheduler
 from realgraph.runtime.wire.protocol import (
     Done,
@@ -60,7 +61,7 @@ def answer(action: Send, n: int, rng: random.Random) -> Event | None:
     match command:
         case Submit():
             lengths = [rng.randint(100, 2000) for _ in range(len(command.groups) * n)]
-            ids = [group * n + index for group in command.groups for index in range(n)]
+            ids = [sample for group in command.groups for sample in sample_ids(group, n)]
             samples = tuple(Sample(sample, length, length) for sample, length in zip(ids, lengths, strict=True))
             return Generated(action.worker, command.call, command.groups, samples, started=1.0, ended=2.0)
         case Execute():

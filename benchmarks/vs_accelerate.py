@@ -2,10 +2,12 @@
 
 Run from the root of the repository: `python -m benchmarks.vs_accelerate` (8 minutes on idle cores), `--quick` a look.
 Both systems have two processes of one thread each on the same two cores. TRL gets the best of its settings (samples of
-a micro-batch, batches of like lengths or of random ones), then it and our layouts take turns. Equal: model, tokenizer,
-rows (long-tailed lengths), samples a step, loss (mean over response tokens), AdamW and its settings, float32. TRL pads
-each micro-batch to its longest sample: its packing needs flash attention. Only steps in steady state count: no start,
-no saving.
+a micro-batch, batches of like lengths or of random ones), then it and our layouts take turns. `limit`: what the bare
+matrix products alone would leave of both cores' time (`bare_products`), which nobody reaches in float32, and the share
+of it that each reaches per CPU second of all its processes, a measure that waiting and other load hardly touch. Equal:
+model, tokenizer, rows (long-tailed lengths), samples a step, loss (mean over response tokens), AdamW and its settings,
+float32. TRL pads each micro-batch to its longest sample: its packing needs flash attention. Only steps in steady state
+count: no start, no saving.
 """
 
 import argparse
@@ -15,12 +17,14 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from benchmarks.grpo_runs import execute, steps_of
+from benchmarks.bare_products import seconds_a_token
+from benchmarks.character_models import character_model
+from benchmarks.grpo_runs import CpuClock, execute, steps_of
 from benchmarks.machine import describe
 
 RESULTS = Path(__file__).parent / "results" / "vs_accelerate.json"
@@ -31,8 +35,10 @@ ROUNDS = 2
 TARGET = 2.0
 LR = 1e-5
 PROMPT_TOKENS = 8
-BUDGET = 1024  # tokens of a micro-batch of ours
+BUDGET = 2048  # tokens of a micro-batch of ours: like TRL's, of the sizes that were tried the fastest
 CHARACTERS = [chr(0x4E00 + number) for number in range(4095)]  # a token each
+SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 9, "head_dim": 64}
+SIZES |= {"max_position_embeddings": 1024, "tie_word_embeddings": True}
 PINS: dict[str, dict[str, Any]] = {
     "fsdp 2": {"sharding": "fsdp", "devices": 2, "max_tokens_per_microbatch": BUDGET},
     "tp 2": {"tp": 2, "devices": 2, "max_tokens_per_microbatch": BUDGET},
@@ -56,33 +62,23 @@ SETTINGS = (Setting(2, True), Setting(4, True), Setting(16, True), Setting(4, Fa
 QUICK = (Setting(4, True),)
 
 
+@dataclass(frozen=True)
+class Rate:
+    """Trained tokens per second of the clock, and of the CPU time of all processes together."""
+
+    per_second: float
+    per_cpu_second: float
+
+
+def rate_of(trained: float, clock: CpuClock, begin: float, end: float) -> Rate:
+    """The rate of the tokens that were trained on between two moments of time.time()."""
+    return Rate(trained / (end - begin), trained / clock.between(begin, end))
+
+
 def make_folder(home: Path) -> None:
     """Model, tokenizer and rows: prompts of 8 tokens, responses of 8 to 504 tokens, log-normal."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    from realgraph.rehearsal.tokenizer import write_tokenizer
-
-    disable_progress_bar()
-    vocabulary = write_tokenizer(home / "model", "".join(CHARACTERS) + "$", "$", "$")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(vocabulary),
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=9,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=vocabulary["$"],
-        pad_token_id=vocabulary["$"],
-        dtype="float32",
-    )
-    Qwen3ForCausalLM(config).save_pretrained(home / "model")
+    model, _ = character_model(home / "model", "".join(CHARACTERS), "$", **SIZES)
+    model.save_pretrained(home / "model")
     rng = random.Random(0)
     rows = []
     for _ in range(SAMPLES * (STEPS + 2)):
@@ -96,8 +92,8 @@ def make_folder(home: Path) -> None:
     (home / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def run_ours(home: Path, pins: dict[str, Any]) -> float:
-    """Trained tokens per second of `realgraph run` under the pins."""
+def run_ours(home: Path, pins: dict[str, Any]) -> Rate:
+    """The rate of `realgraph run` under the pins."""
     out = Path(tempfile.mkdtemp(prefix="ours-", dir=home))
     run = {
         "graph": "sft",
@@ -117,56 +113,99 @@ def run_ours(home: Path, pins: dict[str, Any]) -> float:
     }
     (home / "run.yaml").write_text(json.dumps(run), encoding="utf-8")
     command = [sys.executable, "-m", "realgraph.cli", "run", str(home / "run.yaml"), f"outputs.dir={out / 'run'}"]
-    execute(command, 1, out / "log.txt")
-    steady = steps_of(out / "run")[SKIPPED:]
-    sizes = [(step["metrics"]["batch/tokens"], step["metrics"]["batch/samples"]) for step in steady]
+    clock = execute(command, 1, out / "log.txt")
+    steps = steps_of(out / "run")
+    sizes = [(step["metrics"]["batch/tokens"], step["metrics"]["batch/samples"]) for step in steps[SKIPPED:]]
     trained = sum(tokens - PROMPT_TOKENS * samples for tokens, samples in sizes)
-    return float(trained / sum(step["seconds"] for step in steady))
+    return rate_of(trained, clock, steps[SKIPPED - 1]["time"], steps[-1]["time"])
 
 
-def run_trl(home: Path, setting: Setting) -> float:
-    """Trained tokens per second of TRL's trainer."""
+def run_trl(home: Path, setting: Setting) -> Rate:
+    """The rate of TRL's trainer."""
     out = Path(tempfile.mkdtemp(prefix="trl-", dir=home))
     task = {"home": str(home), "out": str(out), "samples": SAMPLES, "steps": STEPS, "lr": LR, **asdict(setting)}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    execute([sys.executable, *launcher, "-m", "benchmarks.trl_sft_process", json.dumps(task)], 1, out / "log.txt")
+    program = [sys.executable, *launcher, "-m", "benchmarks.trl_sft_process", json.dumps(task)]
+    clock = execute(program, 1, out / "log.txt")
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(out.glob("rank-*.json"))]
     ends = reports[0]["ends"]
-    tokens = sum(report["tokens"][-1] - report["tokens"][SKIPPED - 1] for report in reports)
-    return float(tokens / (ends[-1] - ends[SKIPPED - 1]))
+    trained = sum(report["tokens"][-1] - report["tokens"][SKIPPED - 1] for report in reports)
+    return rate_of(trained, clock, ends[SKIPPED - 1], ends[-1])
+
+
+def limit_of(home: Path) -> float:
+    """Trained tokens per CPU second of one core that does nothing but the matrix products of these rows: prompts go
+    through the layers too, the last token of a row does not, and trained tokens alone need the head."""
+    layers, head = seconds_a_token(home / "model", BUDGET, processes=2)
+    rows = [json.loads(line) for line in (home / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    trained = sum(len(row["answer"]) + 1 for row in rows)  # and the end of the text
+    return trained / (layers * (trained + (PROMPT_TOKENS - 1) * len(rows)) + head * trained)
 
 
 def measure(home: Path, quick: bool) -> dict[str, Any]:
-    """Rates of all, in tokens/s, and the ratios to the best of TRL."""
+    """Rates of all, in tokens/s, the ratios to the best of TRL, and the limit of both."""
     make_folder(home)
 
-    def turn(label: str, run: Callable[[], float]) -> float:
+    def turn(label: str, run: Callable[[], Rate]) -> Rate:
         rate = run()
-        print(f"{label:36} {rate:8.0f} trained tokens/s", flush=True)
+        shown = f"{rate.per_second:8.0f} trained tokens/s {rate.per_cpu_second:8.0f} per CPU second"
+        print(f"{label:36} {shown}", flush=True)
         return rate
 
     tried = {one: turn(f"trl: {one}", lambda one=one: run_trl(home, one)) for one in (QUICK if quick else SETTINGS)}  # type: ignore[misc]
-    best = max((one for one in tried if one.fsdp), key=lambda one: tried[one])
-    theirs: list[float] = []
-    ours: dict[str, list[float]] = {name: [] for name in PINS}
+    best = max((one for one in tried if one.fsdp), key=lambda one: tried[one].per_second)
+    theirs: list[Rate] = []
+    ours: dict[str, list[Rate]] = {name: [] for name in PINS}
+    limits: list[float] = []
     for _ in range(1 if quick else ROUNDS):
+        limits.append(limit_of(home))
         theirs.append(turn(f"trl: {best}", lambda: run_trl(home, best)))
         for name, pins in PINS.items():
             ours[name].append(turn(f"ours: {name}", lambda pins=pins: run_ours(home, pins)))  # type: ignore[misc]
-    peer = statistics.median(theirs)
-    ratios = {name: round(statistics.median(rates) / peer, 2) for name, rates in ours.items()}
+    ratios = {name: round(ratio_of(rates, theirs, "per_second"), 2) for name, rates in ours.items()}
+    limit = limit_report(statistics.median(limits), theirs, ours)
     for name, ratio in ratios.items():
         print(f"{'PASS' if ratio >= TARGET else 'FAIL'} {name}: {ratio:.2f} x TRL ({best}), wanted {TARGET:g}")
     return {
         "target": TARGET,
         "ratios": ratios,
+        "limit": limit,
         "best_trl_setting": str(best),
-        "tokens_per_s": {
-            "ours": ours,
-            "trl_best": theirs,
-            "trl_settings": {str(setting): rate for setting, rate in tried.items()},
+        "tokens": {
+            "ours": {name: [asdict(rate) for rate in rates] for name, rates in ours.items()},
+            "trl_best": [asdict(rate) for rate in theirs],
+            "trl_settings": {str(setting): asdict(rate) for setting, rate in tried.items()},
         },
     }
+
+
+def ratio_of(rates: Sequence[Rate], others: Sequence[Rate], which: Literal["per_second", "per_cpu_second"]) -> float:
+    """Our median over the others'."""
+    ours, theirs = (statistics.median(getattr(rate, which) for rate in some) for some in (rates, others))
+    return float(ours / theirs)
+
+
+def limit_report(limit: float, theirs: Sequence[Rate], ours: dict[str, list[Rate]]) -> dict[str, Any]:
+    """Prints and returns the limit, the ratios per CPU second, and the shares of the limit. limit: tokens per CPU
+    second."""
+    cpu = {name: ratio_of(rates, theirs, "per_cpu_second") for name, rates in ours.items()}
+    peer = statistics.median(rate.per_cpu_second for rate in theirs)
+    shares = {"trl": peer / limit} | {name: ratio * peer / limit for name, ratio in cpu.items()}
+    on_clock = 2 * limit / statistics.median(rate.per_second for rate in theirs)
+    print(f"limit: bare products {2 * limit:.0f} trained tokens/s on two cores, {on_clock:.2f} x TRL by the clock")
+    print(f"limit: {limit / peer:.2f} x TRL per CPU second, of which ours have " + _listed(cpu, "{:.2f} x"))
+    print("limit: share of the bare products' rate per CPU second: " + _listed(shares, "{:.0%}"))
+    return {
+        "tokens_per_cpu_second": round(limit, 1),
+        "ratio_by_clock": round(on_clock, 2),
+        "ratio_per_cpu_second": round(limit / peer, 2),
+        "ratios_per_cpu_second": {name: round(ratio, 2) for name, ratio in cpu.items()},
+        "shares": {name: round(share, 2) for name, share in shares.items()},
+    }
+
+
+def _listed(numbers: dict[str, float], form: str) -> str:
+    return ", ".join(f"{name} {form.format(number)}" for name, number in numbers.items())
 
 
 def main() -> int:

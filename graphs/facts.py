@@ -10,6 +10,7 @@ class Facts(Struct, frozen=True):
     columns: tuple[str, ...] | None = None  # that the data set has
     n_rows: int | None = None  # of the data set, after its limit
     groups: int | None = None  # prompt groups a step
+    surplus: int = 0  # groups begun beyond them
     steps: int | None = None  # of the run
     staleness: int = 0
     max_new_tokens: int | None = None  # of the run

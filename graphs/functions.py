@@ -1,14 +1,20 @@
-"""The built-in functions of `kind: function` calls, by name: purpose and arguments. The runtime implements them."""
+"""Functions of `kind: function` calls: the built-in ones by name, with purpose and arguments (the runtime implements
+them), and those that leave groups or samples out of training, since they write `keep`."""
 
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from msgspec import Struct
+
+from realgraph.graphs.spec import Advantage, Function, ModelCall, Train
 
 BUILTINS: dict[str, str] = {
     "exact_match": "1.0 where the text, without surrounding space, is the answer; keys: text, answer",
     "last_number": "1.0 where the last number in the text equals the answer's last number; keys: text, answer",
     "format_match": "1.0 where the text matches a regular expression; keys: text; args: pattern",
     "length": "number of characters of the text; keys: text",
+    "fill_template": "the template with {prompt}, {text}, {answer} filled in; keys: any of these; args: template",
+    "number_in": "the last number in the text, within [low, high]; low without one; keys: text; args: low, high",
     "best_of": "1.0 for the k best samples of a group that reach a least reward, else 0.0; keys: reward; over: group",
     "reward_spread": "whether the rewards of a group differ by more than a least spread; keys: reward; over: group",
 }
@@ -21,6 +27,7 @@ class Signature(Struct, frozen=True):
     over: Literal["sample", "group", "batch"]
     args: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
+    number: bool = True  # of what it gives; else a text
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -32,6 +39,40 @@ SIGNATURES: dict[str, Signature] = {
     "last_number": Signature(keys=("text", "answer"), over="sample"),
     "format_match": Signature(keys=("text",), args=("pattern",), over="sample"),
     "length": Signature(keys=("text",), over="sample"),
+    "fill_template": Signature(
+        keys=(), args=("template",), optional=("prompt", "text", "answer"), over="sample", number=False
+    ),
+    "number_in": Signature(keys=("text",), args=("low", "high"), over="sample"),
     "best_of": Signature(keys=("reward",), optional=("k", "least"), over="group"),
     "reward_spread": Signature(keys=("reward",), optional=("least",), over="group"),
 }
+
+KEEP = "keep"  # a function that writes it filters: groups where it is one a group, else samples
+KEEP_TYPES = ("group bool", "sample bool")
+
+
+def sample_filter(calls: Mapping[str, ModelCall]) -> str:
+    """The call that leaves samples of groups out; '' where none does."""
+    for name, call in calls.items():
+        if isinstance(call, Function) and call.writes.get(KEEP, "").split() == ["sample", "bool"]:
+            return name
+    return ""
+
+
+def comparing(calls: Mapping[str, ModelCall]) -> Iterator[str]:
+    """The steps and loss terms, in words, that compare the samples of a group with each other."""
+    for call in calls.values():
+        if isinstance(call, Advantage):
+            yield from (f"the step {name!r}" for name, step in call.steps.items() if step and step.compares_samples)
+        elif isinstance(call, Train):
+            yield from (f"the term {name!r}" for name, term in call.loss.terms.items() if term.needs_whole_groups)
+
+
+def least_samples(calls: Mapping[str, ModelCall], samples_per_group: int) -> int:
+    """The fewest samples that a group goes on with: as the filter says, or two where the samples of a group are
+    compared; never more than it has."""
+    call = calls.get(sample_filter(calls))
+    if not isinstance(call, Function):
+        return 1
+    asked = call.min_samples or (2 if any(comparing(calls)) else 1)
+    return min(asked, samples_per_group)

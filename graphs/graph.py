@@ -1,9 +1,11 @@
 """The compiled graph: what the checker hands to the planner and the runtime. Correct by construction; plain data."""
 
-from msgspec import Struct
+from functools import cached_property
 
-from realgraph.graphs.keys import KeyType
-from realgraph.graphs.spec import ModelCall, ModelRole, role_of
+from msgspec import Struct, field
+
+from realgraph.graphs.keys import DATA, KeyType
+from realgraph.graphs.spec import Generate, ModelCall, ModelRole, Train, role_of
 
 INPUT = ""  # the producer of an input key: the data set
 
@@ -27,7 +29,7 @@ class Edge(Struct, frozen=True):
     distance: int = 0  # steps
 
 
-class Graph(Struct, frozen=True):
+class Graph(Struct, frozen=True, dict=True):  # dict: for what is cached
     """A checked algorithm; what `when` switched off is gone."""
 
     name: str
@@ -38,12 +40,53 @@ class Graph(Struct, frozen=True):
     writes: dict[str, tuple[str, ...]]  # call -> every key, inferred ones included
     edges: tuple[Edge, ...]
     samples_per_group: int
+    leading: str = ""  # of several generate calls, the one that makes the samples of a group; else ''
+    # call -> the generate call, of several, on whose samples it works; DATA for sequences of the data beside samples
+    samplers: dict[str, str] = field(default_factory=dict)
+    least_samples: int = 1  # of a group that goes on, where a function leaves samples out (`keep: sample bool`)
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[Key, ...]:
         """The keys that the data set gives."""
         return tuple(key for key in self.keys.values() if key.producer == INPUT)
 
+    @cached_property
+    def generates(self) -> tuple[str, ...]:
+        """The generate calls, the one that makes the samples of a group first."""
+        names = [name for name, call in self.calls.items() if isinstance(call, Generate)]
+        return tuple(sorted(names, key=lambda name: name != self.leading))
+
+    @cached_property
+    def mesh_calls(self) -> tuple[str, ...]:
+        """The calls that hold a mesh, in topological order; the others (functions, advantages) are free."""
+        return tuple(name for name in self.calls if self.role(name))
+
+    @cached_property
+    def last_call(self) -> str:
+        """The call with which a step ends: the last that trains what generates, else the last that trains, else the
+        last that holds a mesh; '' where none does."""
+        roles = {self.role(name) for name in self.generates}
+        trains = [name for name in self.mesh_calls if isinstance(self.calls[name], Train)]
+        trained = [name for name in trains if self.role(name) in roles]
+        return next(reversed(trained or trains or self.mesh_calls), "")
+
+    def sampler(self, call: str) -> str:
+        """The generate call on whose samples a train, inference or advantage call works; '' for those of the data where
+        nothing generates, DATA for sequences of the data beside generated samples."""
+        return self.samplers.get(call) or next(iter(self.generates), "")
+
+    def works_on_data(self, call: str) -> bool:
+        """True where `call` works on one sequence of the data a group, beside generated samples."""
+        return self.samplers.get(call) == DATA and DATA not in self.generates
+
+    def plain(self, call: str, key: str) -> str:
+        """The name under which losses and advantages know a key that `call` reads: without the name of its sampler."""
+        return key.removeprefix(f"{self.samplers[call]}.") if call in self.samplers else key
+
     def role(self, call: str) -> str:
         """The role that `call` runs, '' for functions and advantages."""
-        return role_of(self.calls[call])
+        return self._roles[call]
+
+    @cached_property
+    def _roles(self) -> dict[str, str]:
+        return {name: role_of(call) for name, call in self.calls.items()}

@@ -1,18 +1,24 @@
 """Keys that each call reads and writes, with types: declared ones and those its loss or steps imply. Judges nothing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TypeGuard, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from realgraph.graphs.errors import Problem, Where
 from realgraph.graphs.graph import INPUT
 from realgraph.graphs.keys import (
     ANY_TYPE,
     BEHAVIOUR_LOGPROBS,
+    DATA,
+    DATA_MASK_TYPE,
+    DATA_SEQUENCE_TYPE,
     GENERATED,
+    GENERATED_OF_GROUP,
+    LATER_PROMPT_TYPE,
     MASK,
     MASK_TYPE,
+    OF_DATA,
     OWN_TOKENS,
     PROMPT_TYPE,
     REWARD_TYPE,
@@ -34,7 +40,21 @@ from realgraph.graphs.keys import (
 from realgraph.graphs.maths import (
     Term,
 )
-from realgraph.graphs.spec import Advantage, Function, Generate, GraphSpec, Inference, ModelCall, Train
+from realgraph.graphs.spec import (
+    Advantage,
+    Function,
+    Generate,
+    GraphSpec,
+    Inference,
+    ModelCall,
+    Train,
+    generate_calls,
+    generated_key,
+    generated_level,
+    leading_call,
+    samples_of_role,
+    works_on_data,
+)
 from realgraph.graphs.steps import Step
 
 RETURNS = "returns"
@@ -78,6 +98,8 @@ class Draft(Struct, frozen=True):
     writes: dict[str, tuple[Write, ...]]  # of each key, inputs first
     switched_off: dict[str, Lost]  # keys that only switched-off calls would write
     samples_per_group: int
+    leading: str  # the generate call that makes the samples of a group; '' where nothing generates
+    samplers: dict[str, str]  # train, inference or advantage call -> the generate call on whose samples it works
 
     def of(self, kind: type[C]) -> Iterator[tuple[str, C]]:
         """The calls of one kind with their names."""
@@ -101,16 +123,18 @@ def infer(spec: GraphSpec, where: Callable[[str], Where], switched_off: dict[str
     """Collect reads and writes of all calls."""
     writes: dict[str, list[Write]] = {}
     inputs = (Write(key, f"$.inputs.{key}", INPUT, parse_type(text)) for key, text in spec.inputs.items())
-    calls = (write for name, call in spec.calls.items() for write in call_writes(name, call))
-    for write in (*inputs, *calls, *_own_writes(spec), *_route_writes(spec)):
+    calls = (write for name in spec.calls for write in call_writes(name, spec))
+    for write in (*inputs, *_data_writes(spec), *calls, *_own_writes(spec), *_route_writes(spec)):
         writes.setdefault(write.key, []).append(write)
     return Draft(
         spec=spec,
         where=where,
-        reads={name: call_reads(name, call, spec) for name, call in spec.calls.items()},
+        reads={name: call_reads(name, spec) for name in spec.calls},
         writes={key: tuple(of_key) for key, of_key in writes.items()},
         switched_off=switched_off,
         samples_per_group=samples_per_group(spec),
+        leading=leading_call(spec),
+        samplers=samplers(spec),
     )
 
 
@@ -123,25 +147,81 @@ def parse_type(text: str) -> KeyType | None:
 
 
 def samples_per_group(spec: GraphSpec) -> int:
-    """The generate call's n; without one, 2 where a loss compares pairs, else 1."""
-    for call in spec.calls.values():
-        if isinstance(call, Generate):
-            return call.n
+    """The leading generate call's n; without one, 2 where a loss compares pairs, else 1."""
+    calls = generate_calls(spec)
+    if calls:
+        return calls[leading_call(spec)].n
     terms = (term for call in spec.calls.values() if isinstance(call, Train) for term in call.loss.terms.values())
     return 2 if any(term.of_pairs for term in terms) else 1
+
+
+# --- several generate calls -------------------------------------------------------------------------------------------
+
+
+def samplers(spec: GraphSpec) -> dict[str, str]:
+    """Train, inference or advantage call -> the generate call on whose samples it works; none without one.
+
+    A train call works on those of its role, unless it says otherwise; others on those of the calls that read what they
+    write, or else of the calls that write what they read, or else of the leading call.
+    """
+    calls, leading = generate_calls(spec), leading_call(spec)
+    working = [n for n, call in spec.calls.items() if isinstance(call, Inference | Advantage | Train) and calls]
+    found: dict[str, str] = {}
+    for name in working:
+        call = spec.calls[name]
+        own = [other for other, generate in calls.items() if samples_of_role(call, generate)]
+        if works_on_data(spec, call):
+            found[name] = DATA
+        elif isinstance(call, Inference | Advantage | Train) and call.samples in calls:
+            found[name] = str(call.samples)
+        elif own:
+            found[name] = leading if leading in own else own[0]
+    while len(calls) > 1 and (name := _settled(spec, working, found)):
+        found[name] = _near(spec, name, found).pop()
+    return {name: found.get(name, leading) for name in working}
+
+
+def _settled(spec: GraphSpec, working: Collection[str], found: dict[str, str]) -> str:
+    """A call whose neighbours all work on the samples of one generate call; '' where there is none."""
+    return next((name for name in working if name not in found and len(_near(spec, name, found)) == 1), "")
+
+
+def _near(spec: GraphSpec, name: str, found: dict[str, str]) -> set[str]:
+    """The generate calls on whose samples those work that read what a call writes, or else write what it reads."""
+    written, read = _named_writes(spec, name), _named_reads(spec.calls[name], name)
+    after = {found[other] for other in found if written & _named_reads(spec.calls[other], other)}
+    return after or {found[other] for other in found if read & _named_writes(spec, other)}
+
+
+def _named_writes(spec: GraphSpec, name: str) -> set[str]:
+    return {write.key for write in call_writes(name, spec)}
+
+
+def _named_reads(call: ModelCall, name: str) -> set[str]:
+    """The keys that a call's own fields name."""
+    match call:
+        case Advantage(reads=reads, steps=steps):
+            entries = [read for entry, step in steps.items() if step for read in step_reads("", entry, step)]
+        case Train(loss=loss):
+            reads, entries = (), [r for entry, term in loss.terms.items() for r in term_reads("", entry, term)]
+        case _:
+            return set()
+    return {*reads, *(read.key for read in entries)} - GENERATED.keys()
 
 
 # --- writes -----------------------------------------------------------------------------------------------------------
 
 
-def call_writes(name: str, call: ModelCall) -> tuple[Write, ...]:
+def call_writes(name: str, spec: GraphSpec) -> tuple[Write, ...]:
     """The keys a call writes, with types."""
-    path = f"$.calls.{name}"
+    path, call = f"$.calls.{name}", spec.calls[name]
     match call:
         case Generate():
+            of_group = len(generate_calls(spec)) > 1 and generated_level(spec, name) == "group"
+            types = GENERATED_OF_GROUP if of_group else GENERATED | {BEHAVIOUR_LOGPROBS: _behaviour(call)}
             return tuple(
-                Write(key, path, name, _behaviour(call) if key == BEHAVIOUR_LOGPROBS else key_type, _meaning(key))
-                for key, key_type in GENERATED.items()
+                Write(generated_key(spec, name, key), path, name, key_type, _meaning(key))
+                for key, key_type in types.items()
             )
         case Inference():
             return tuple(
@@ -158,11 +238,17 @@ def call_writes(name: str, call: ModelCall) -> tuple[Write, ...]:
             return ()
 
 
+def _data_writes(spec: GraphSpec) -> Iterator[Write]:
+    """The keys of the data's own sequences, where a call trains on them beside generated samples."""
+    path = next((f"$.calls.{name}.samples" for name, call in spec.calls.items() if works_on_data(spec, call)), "")
+    return (Write(key, path, INPUT, key_type) for key, key_type in OF_DATA.items() if path)
+
+
 def _own_writes(spec: GraphSpec) -> Iterator[Write]:
     """Keys that a generate call writes for roles that read its samples by their own tokenizer."""
     roles = dict.fromkeys(call.model for call in spec.calls.values() if is_own(call))
-    generate = next((name for name, call in spec.calls.items() if isinstance(call, Generate)), None)
-    if generate is not None:
+    generate = leading_call(spec)
+    if generate:
         for role in roles:
             yield Write(own_tokens(role), f"$.calls.{generate}", generate, OWN_TOKENS)
 
@@ -170,8 +256,8 @@ def _own_writes(spec: GraphSpec) -> Iterator[Write]:
 def _route_writes(spec: GraphSpec) -> Iterator[Write]:
     """The key of experts that a generate call writes for calls of its role that replay them."""
     for name, call in spec.calls.items():
-        if isinstance(call, Generate) and replays(spec, call.model):
-            yield Write(ROUTES, f"$.calls.{name}", name, ROUTES_KEY)
+        if isinstance(call, Generate) and replays(spec, call.model) and generated_level(spec, name) == "sample":
+            yield Write(generated_key(spec, name, ROUTES), f"$.calls.{name}", name, ROUTES_KEY)
 
 
 def replays(spec: GraphSpec, role: str) -> bool:
@@ -217,18 +303,24 @@ def _inferred_type(call: Inference) -> KeyType:
 # --- reads ------------------------------------------------------------------------------------------------------------
 
 
-def call_reads(name: str, call: ModelCall, spec: GraphSpec) -> tuple[Read, ...]:
+def call_reads(name: str, spec: GraphSpec) -> tuple[Read, ...]:
     """The keys a call reads: declared ones first, then those its maths implies; each once for each type required."""
-    path = f"$.calls.{name}"
+    path, call, generates = f"$.calls.{name}", spec.calls[name], generate_calls(spec)
     match call:
         case Generate():
-            reads = _declared(name, call.reads, PROMPT_TYPE)
+            reads = _declared(name, call.reads, PROMPT_TYPE if name == leading_call(spec) else LATER_PROMPT_TYPE)
         case Inference(model=model, reads=keys):
-            own = is_own(call) and any(isinstance(other, Generate) for other in spec.calls.values())
+            own = is_own(call) and bool(generates)
             keys = tuple(own_tokens(model) if own and key == TOKENS else key for key in keys)
             reads = _declared(name, keys, SEQUENCE_TYPE)
         case Function():
-            reads = _declared(name, call.reads, ANY_TYPE)
+            places = call.keywords if isinstance(call.reads, dict) else range(len(call.reads))
+            by = f"the call {name!r}"
+            field = ".{}" if isinstance(call.reads, dict) else "[{}]"
+            reads = [
+                Read(key, f"{path}.reads{field.format(place)}", by, ANY_TYPE)
+                for place, key in zip(places, call.keywords.values(), strict=True)
+            ]
         case Advantage():
             reward, others = call.reads[:1], call.reads[1:]
             reads = [
@@ -243,19 +335,32 @@ def call_reads(name: str, call: ModelCall, spec: GraphSpec) -> tuple[Read, ...]:
                 ),
             ]
         case Train():
-            terms = f"{path}.loss.terms"
+            terms, of_data = f"{path}.loss.terms", works_on_data(spec, call)
             reads = [
-                *_sequence_reads(name),
+                *(_data_reads(name) if of_data else _sequence_reads(name)),
                 *(read for entry, term in call.loss.terms.items() for read in term_reads(terms, entry, term)),
             ]
-            if any(isinstance(other, Generate) for other in spec.calls.values()):
+            if generates and not of_data:
                 reads.append(Read(VERSIONS, path, f"the call {name!r}", VERSIONS_TYPE))
-    if isinstance(call, Inference | Train) and replays(spec, call.model):
+    sampler = samplers(spec).get(name, "")
+    sampled = generates[sampler].model if sampler in generates else ""
+    if isinstance(call, Inference | Train) and call.model == sampled and replays(spec, sampled):
         reads.append(Read(ROUTES, path, f"the call {name!r}", ROUTES_TYPE))
     first: dict[tuple[str, Requirement], Read] = {}
     for read in reads:
-        first.setdefault((read.key, read.requires), read)
+        resolved = structs.replace(read, key=_resolved(spec, sampler, read.key))
+        first.setdefault((resolved.key, resolved.requires), resolved)
     return tuple(first.values())
+
+
+def _resolved(spec: GraphSpec, sampler: str, key: str) -> str:
+    """The full name of a key that a call names: what its own sampler writes goes by its plain name, too; and where one
+    call generates, `<call>.<key>` is `<key>`."""
+    calls = generate_calls(spec)
+    call, _, plain = key.partition(".")
+    if len(calls) == 1:
+        return plain if call in calls and plain in GENERATED else key
+    return generated_key(spec, sampler, key) if sampler in calls and key in (*GENERATED, ROUTES) else key
 
 
 def _entry_reads(parent: str, entry: str, value: Step | Term, by: str) -> list[Read]:
@@ -284,3 +389,8 @@ def _declared(name: str, keys: tuple[str, ...], requires: Requirement, first: in
 def _sequence_reads(name: str) -> list[Read]:
     by = f"the call {name!r}"
     return [Read(TOKENS, f"$.calls.{name}", by, SEQUENCE_TYPE), Read(MASK, f"$.calls.{name}", by, MASK_TYPE)]
+
+
+def _data_reads(name: str) -> list[Read]:
+    path, by, requires = f"$.calls.{name}", f"the call {name!r}", (DATA_SEQUENCE_TYPE, DATA_MASK_TYPE)
+    return [Read(key, path, by, required) for key, required in zip(OF_DATA, requires, strict=True)]

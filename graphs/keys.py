@@ -61,6 +61,18 @@ GENERATED: dict[str, KeyType] = {
     TEXT: KeyType("sample", "text"),
     FINISHED: KeyType("sample", "bool"),
 }
+# Those of a call that makes one sample for a whole group: values of the group.
+GENERATED_OF_GROUP: dict[str, KeyType] = {
+    TOKENS: KeyType("group", "tokens"),
+    TEXT: KeyType("group", "text"),
+    FINISHED: KeyType("group", "bool"),
+}
+# Of sequences of the data beside generated samples (`samples: data`): one a group, whose mask has a value a token.
+DATA = "data"
+OF_DATA: dict[str, KeyType] = {
+    f"{DATA}.{TOKENS}": KeyType("group", "tokens"),
+    f"{DATA}.{MASK}": KeyType("group", "bool"),
+}
 OWN_TOKENS = KeyType("sample", "tokens")
 # Of a role with `routing_replay` a generate call writes this key, too.
 ROUTES = "routes"
@@ -108,8 +120,11 @@ ANY_TYPE = Requirement(
     ("group", "sample", "token"), ("bool", "int32", "int64", "float32", "float64", "tokens", "text", "json")
 )
 PROMPT_TYPE = Requirement(("group",), ("tokens",))
+LATER_PROMPT_TYPE = Requirement(("group", "sample"), ("tokens", "text"))
 SEQUENCE_TYPE = Requirement(("sample",), ("tokens",))
 MASK_TYPE = Requirement(("token",), ("bool",))
+DATA_SEQUENCE_TYPE = Requirement(("group",), ("tokens",))
+DATA_MASK_TYPE = Requirement(("group",), ("bool",))
 VERSIONS_TYPE = Requirement(("token",), ("int32",))
 ROUTES_TYPE = Requirement(("token",), ("experts",))
 REWARD_TYPE = Requirement(("sample", "token"), _NUMBERS)

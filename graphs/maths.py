@@ -79,7 +79,9 @@ Clip = NoClip | TwoSided | StopGradient
 
 
 class Ignore(TaggedVariant, frozen=True, tag="ignore"):
-    """Take the behaviour policy as the proximal policy."""
+    """Take the behaviour policy as the proximal policy: right for samples of the weights that they train."""
+
+    uncorrected: bool = False  # also of samples that are older: naive PPO, for comparisons
 
 
 class Truncated(TaggedVariant, frozen=True, tag="truncated"):
@@ -95,7 +97,16 @@ class Decoupled(TaggedVariant, frozen=True, tag="decoupled"):
     exceed: Literal["mask", "clamp"] = "mask"  # tokens above the cap: left out, or weighed by it
 
 
-OffPolicy = Ignore | Truncated | Decoupled
+class Masked(TaggedVariant, frozen=True, tag="masked"):
+    """Decoupled PPO that leaves out what lies too far off the behaviour policy on either side: IcePop's mask
+    (arXiv:2510.18855) per token, or whole samples by the geometric mean over their tokens."""
+
+    low: NonNegative = 0.5  # smallest proximal / behaviour that counts
+    high: Positive = 5.0  # largest
+    level: Literal["token", "sequence"] = "token"  # of the ratio that is held against both
+
+
+OffPolicy = Ignore | Truncated | Decoupled | Masked
 
 
 class PolicyGradient(_LossTerm, frozen=True, tag="policy_gradient"):

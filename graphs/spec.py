@@ -5,17 +5,20 @@ from typing import Annotated, Any, Literal, TypeVar
 from msgspec import Meta, Struct, field
 
 from realgraph.graphs.entries import Fraction, NonNegative, Positive
+from realgraph.graphs.keys import DATA
 from realgraph.graphs.maths import Loss
 from realgraph.graphs.steps import Step
 
 FORMAT = 1  # version of the graph and run file format
+
+MOST_SAMPLES = 10_000  # of a group
 
 Count = Annotated[int, Meta(ge=1)]
 Limit = TypeVar("Limit", bound=int | None)  # of a batch, which a check of the graph alone may not know
 Switch = bool | int | float | str | None  # `when`: an interpolated value; false, 0, '' and null switch off
 
 
-class ModelRole(Struct, frozen=True, forbid_unknown_fields=True):
+class ModelRole(Struct, frozen=True, forbid_unknown_fields=True, cache_hash=True):
     """One role of a model. `path` is a Hugging Face directory or Hub id; `init` takes another role's path."""
 
     trainable: bool = False  # has an optimizer
@@ -52,18 +55,23 @@ class _Call(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
 class Generate(_Call, frozen=True, tag="generate"):
     """Sample `n` responses of a role to each prompt; writes tokens, mask, behaviour logprobs, versions, text, finished.
 
-    temperature 0 is greedy. The model's and the tokenizer's ends of sequence always stop, and in chats the template's
-    end of a turn.
+    Where several calls of a graph generate, the keys of each go by its name: `rollout.text`, `judge.text`. The prompt
+    is one of the data or, of a later call, a key that another call wrote: tokens, or a text that becomes a prompt as
+    those of the data do. temperature 0 is greedy. The model's and the tokenizer's ends of sequence always stop, and in
+    chats the template's end of a turn.
     """
 
     model: str  # role
     reads: tuple[str, ...] = ("prompt",)  # the prompt's key
-    n: Count = 1  # samples a prompt
+    n: Annotated[int, Meta(ge=1, le=MOST_SAMPLES)] = 1  # samples a prompt
     temperature: NonNegative = 1.0  # 0 is greedy
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0  # 1: whole vocabulary
     top_k: Annotated[int, Meta(ge=0)] = 0  # 0: whole vocabulary
     stop: tuple[str, ...] = ()  # texts that end a sample, or special tokens
     max_new_tokens: Count | None = None  # default: batch.max_new_tokens of the run
+    max_prompt_tokens: Count | None = (
+        None  # of a written prompt; default: data.max_prompt_tokens + batch.max_new_tokens
+    )
     when: Switch = True  # falsy: the call is out
 
     def most_new_tokens(self, of_batch: Limit) -> int | Limit:
@@ -82,6 +90,7 @@ class Inference(_Call, frozen=True, tag="inference"):
     output: Literal["logprobs", "values", "scores"]  # what the role's head gives
     writes: tuple[str, ...]  # the key for it
     reads: tuple[str, ...] = ("tokens",)  # what is read of the batch
+    samples: str | None = None  # the generate call that made them; default: as the calls that read its output
     temperature: Positive = 1.0  # logits are divided by it
     tokenizer: Literal["shared", "own"] = "shared"  # of the tokens that it reads
     when: Switch = True  # falsy: the call is out
@@ -91,13 +100,15 @@ class Function(_Call, frozen=True, tag="function"):
     """A plain function (rewards, filters, the user's own): a built-in name, or `module:function` of the run's folder.
 
     It runs in a worker's subprocess and gets each key it reads as a keyword of that name, and `args`; per sample by
-    default. A prompt reaches it as text; those that `ids` names as token ids too, as keywords such as `prompt_ids`.
-    `on_error: score` gives a failing sample `error_value` instead of failing the run. Of the environment it gets what
-    programs need to run, such as PATH and HOME, and the variables that `env` names.
+    default. As a mapping, `reads` gives each keyword its key: `{text: judge.text}`. A prompt reaches it as text; those
+    that `ids` names as token ids too, as keywords such as `prompt_ids`. `on_error: score` gives a failing sample
+    `error_value` instead of failing the run. One that writes `keep: group bool` leaves groups out, `keep: sample bool`
+    samples: their group goes on with the others where these are `min_samples` or more, and else is left out, too. Of
+    the environment it gets what programs need to run, such as PATH and HOME, and the variables that `env` names.
     """
 
     fn: str  # built-in name or module:function
-    reads: tuple[str, ...] = ()  # keys passed as keywords
+    reads: tuple[str, ...] | dict[str, str] = ()  # keys passed as keywords, or keyword -> key
     writes: dict[str, str] = field(default_factory=dict)  # key -> its type, such as `sample float32`
     args: dict[str, Any] = field(default_factory=dict)  # further keywords, as they are
     ids: tuple[str, ...] = ()  # prompts of `reads` that it gets as token ids too, under their names with `_ids`
@@ -105,8 +116,14 @@ class Function(_Call, frozen=True, tag="function"):
     timeout_seconds: Positive = 30.0  # of one execution
     on_error: Literal["fail", "score"] = "fail"  # what an exception does
     error_value: float = 0.0  # with `on_error: score`
+    min_samples: Count | None = None  # that `keep` has to leave of a group; default: 2 if it compares them, else 1
     env: tuple[str, ...] = ()  # environment variables that its process gets, by name: keys of services and the like
     when: Switch = True  # falsy: the call is out
+
+    @property
+    def keywords(self) -> dict[str, str]:
+        """Keyword -> the key whose value it brings."""
+        return dict(self.reads) if isinstance(self.reads, dict) else {key: key for key in self.reads}
 
 
 class Advantage(_Call, frozen=True, tag="advantage"):
@@ -115,6 +132,7 @@ class Advantage(_Call, frozen=True, tag="advantage"):
     steps: dict[str, Step | None]  # run from top to bottom
     reads: tuple[str, ...] = ("reward",)  # the first is the reward
     writes: tuple[str, ...] = ("advantages",)  # the first gets the advantages
+    samples: str | None = None  # the generate call that made them; default: as the calls that read its output
     when: Switch = True  # falsy: the call is out
 
 
@@ -123,6 +141,8 @@ class Train(_Call, frozen=True, tag="train"):
 
     model: str  # role, trainable
     loss: Loss  # terms and aggregation
+    # the generate call that made them; default: the one of its role. `data`: each row's own sequence, beside samples
+    samples: str | None = None
     lr: NonNegative = 1e-6  # peak learning rate
     optimizer: Optimizer = field(default_factory=Optimizer)  # its settings
     minibatches: Count = 1  # optimizer steps per epoch
@@ -153,3 +173,62 @@ class GraphSpec(Struct, frozen=True, forbid_unknown_fields=True):
     params: dict[str, Any] = field(default_factory=dict)  # name -> default: what a run file may set under `params`
     description: str = ""  # one line, for `realgraph graphs`
     format: int = FORMAT  # version of this file's format
+
+
+# --- several generate calls -------------------------------------------------------------------------------------------
+
+
+def generate_calls(spec: GraphSpec) -> dict[str, Generate]:
+    """The generate calls, in the file's order."""
+    return {name: call for name, call in spec.calls.items() if isinstance(call, Generate)}
+
+
+def generated_key(spec: GraphSpec, call: str, key: str) -> str:
+    """The name of a key that the generate call `call` writes: plain where it is the only one."""
+    return key if len(generate_calls(spec)) < 2 else f"{call}.{key}"
+
+
+def works_on_data(spec: GraphSpec, call: ModelCall) -> bool:
+    """True where `call` trains on sequences of the data while other calls generate."""
+    generates = generate_calls(spec)
+    return isinstance(call, Train) and call.samples == DATA and bool(generates) and DATA not in generates
+
+
+def leading_call(spec: GraphSpec) -> str:
+    """The generate call that makes the samples of a group, '' where nothing generates.
+
+    It answers prompts of the data; of several such calls, it is the one whose samples are trained on, or has the most.
+    """
+    calls = generate_calls(spec)
+    of_data = [name for name, call in calls.items() if spec.inputs.keys() & call.reads] or list(calls)
+    trained = [name for name in of_data if name in _trained_on(spec)]
+    return max(trained or of_data, key=lambda name: calls[name].n, default="")
+
+
+def samples_of_role(call: ModelCall, generate: Generate) -> bool:
+    """True where `call` trains the role that `generate` samples, and does not say on whose samples."""
+    return isinstance(call, Train) and call.samples is None and call.model == generate.model
+
+
+def _trained_on(spec: GraphSpec) -> set[str]:
+    trains = [call for call in spec.calls.values() if isinstance(call, Train)]
+    own = {n for n, call in generate_calls(spec).items() if any(samples_of_role(train, call) for train in trains)}
+    return own | {train.samples for train in trains if train.samples is not None}
+
+
+def generated_level(spec: GraphSpec, name: str, passed: tuple[str, ...] = ()) -> Literal["group", "sample"]:
+    """`sample` where a generate call makes one sample beside each of the leading call's, `group` where one a group."""
+    calls, leading = generate_calls(spec), leading_call(spec)
+    prompt = "".join(calls[name].reads[:1])
+    writer = prompt.partition(".")[0]
+    if name == leading or name in passed:
+        return "sample"
+    if writer in calls and writer != prompt:
+        of_samples = generated_level(spec, writer, (*passed, name)) == "sample"
+    else:
+        functions = [call for call in spec.calls.values() if isinstance(call, Function)]
+        types = [call.writes[prompt] for call in functions if prompt in call.writes]
+        of_samples = bool(types) and types[0].split()[:1] != ["group"]
+    n = calls[name].n
+    beside = n == calls[leading].n and (n > 1 or name in _trained_on(spec))
+    return "sample" if of_samples or beside else "group"

@@ -75,12 +75,17 @@ def run(
     submit: Annotated[
         bool, typer.Option("--submit", help="Submit the run to Slurm as a batch job; with --dry-run show its script.")
     ] = False,
+    no_train: Annotated[
+        bool, typer.Option("--no-train", help="Measure generation and rewards alone: train, evaluate and save nothing.")
+    ] = False,
 ) -> None:
     """Train: check, plan, start workers, run to the end. Ctrl-C saves after the step; a second one stops at once."""
     _need_torch(f"run {file}" if resume is None else f"run --resume {resume}")
     from realgraph.commands.run import RunOptions, run_command
 
-    run_command(file, overrides or (), RunOptions(plan_file, costs, resume, dry_run, new_data, replan, submit))
+    run_command(
+        file, overrides or (), RunOptions(plan_file, costs, resume, dry_run, new_data, replan, submit, no_train)
+    )
 
 
 @app.command()
@@ -109,6 +114,19 @@ def status(
     from realgraph.commands.status import status_command
 
     status_command(folder)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Run directory.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write the page here; default: report.html in the run directory.")
+    ] = None,
+) -> None:
+    """Write one HTML page about a run: curves, timeline and memory beside the plan's, evaluations, samples."""
+    from realgraph.report.command import report_command
+
+    report_command(folder, out)
 
 
 @app.command()

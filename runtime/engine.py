@@ -1,5 +1,4 @@
-"""The two interfaces behind which engines live, and all that passes through them. Worker side; owns no process and no
-socket. `runtime/worker/engines.py` names the engines there are."""
+"""The two interfaces behind which engines live, and all that passes through them; `worker/engines.py` names engines."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,41 +12,15 @@ from torch import Tensor
 from realgraph.graphs.spec import ModelRole, Optimizer, Train
 from realgraph.planner.plan.layout import Recompute
 from realgraph.runtime.batch import Packed
+from realgraph.runtime.drawn.tokens import DrawnTokens
 from realgraph.runtime.files.paths import RunPath
+from realgraph.runtime.job.audit import Audit
 from realgraph.runtime.parallel.exchange import WeightPart
 from realgraph.runtime.parallel.segments import WeightSegment
-from realgraph.runtime.wire.protocol import HeldBytes, Mean, Metric
+from realgraph.runtime.wire.protocol import HeldBytes, Metric
 
 RELEASED = -1  # the version of weights that were given up
 Decode = Callable[[Sequence[int]], str]  # token ids to text
-
-
-class NumericsError(FloatingPointError):
-    """A loss or gradient norm is not finite. The weights are those before the step. samples: whose outputs are to
-    blame, as far as this rank knows (empty on ranks that held others)."""
-
-    def __init__(self, text: str, samples: tuple[int, ...] = ()) -> None:
-        super().__init__(text)
-        self.samples = samples
-
-
-class LogprobGap(ArithmeticError):
-    """Generator and trainer disagree about the probability of the sampled tokens: no ratio can be trusted."""
-
-
-class LostPart(OSError):
-    """A part of a state is on none of the workers that are left; the text says which."""
-
-
-def check_gap(gap: Mean, limit: float, when: str, temperature: float, *, agreed: bool) -> None:
-    """Raises LogprobGap for a mean difference over `limit`, both in nats. agreed: they did before, in this run."""
-    if not gap.value <= limit:
-        differs = f"weights, temperature ({temperature:g}) or precision differ"
-        reason = "they agreed before, so a weight update of the generator has failed" if agreed else differs
-        raise LogprobGap(
-            f"{when} the generator's log-probabilities are {gap.value:.3g} nats away from the trainer's on "
-            f"average, {limit:.3g} are allowed: {reason}"
-        )
 
 
 @dataclass(frozen=True)
@@ -60,8 +33,8 @@ class TrainSettings:
     trains: train calls a step of this role; generator_trains: of the role that samples. skip_idle: leave out samples
     whose loss and gradient are exactly zero (`microbatch.idle`); they still count in the losses, in no other metric.
     entropy_metric: measure the entropy in the first micro-batch of each step, where the loss does not need it anyway.
-    functions: of `apply` terms. offloaded: weights and states wait in host memory between calls. shared: on a CPU, the
-    weights lie where other workers of the host can read them.
+    mixed_caches: tokens may have been drawn over keys of older weights; the gate looks at no sample of two versions.
+    functions: of `apply` terms. offloaded: states wait in host memory. shared: workers of a host may read the weights.
     """
 
     max_tokens_per_microbatch: int | None = None
@@ -73,9 +46,20 @@ class TrainSettings:
     generator_trains: int = 1
     skip_idle: bool = True
     entropy_metric: bool = True
+    mixed_caches: bool = False
     functions: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
     offloaded: bool = False
     shared: bool = False
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Settings of one train call. before_step: called on all ranks before weights change and when all is done; may use
+    the engine to infer."""
+
+    recompute: Recompute | None = None  # in backward passes; None: as the role says
+    audit: Audit | None = None  # takes what each loss uses of each sample
+    before_step: Callable[[], None] | None = None
 
 
 class WeightSpec(NamedTuple):
@@ -97,12 +81,12 @@ class OwnWeights:
     path: str  # a Hugging Face folder or Hub id
     device: torch.device
     offloaded: bool = False  # they wait in host memory from each `release` to the next request
+    beside: bool = False  # later ones come while it generates, to memory of their own
 
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """A rollout engine reads the tensors of an engine of this process in place: not a byte is copied, and what that
-    engine changes is changed for both."""
+    """A rollout engine reads the tensors of an engine of this process in place: what that changes changes for both."""
 
     folder: Path  # of config.json
     tensors: Mapping[str, Tensor]  # every parameter by its name, detached; under tensor parallelism this rank's part
@@ -187,11 +171,8 @@ class TrainEngine(Protocol):
         """[T] for logprobs and values, [N] for scores; micro-batched inside; float32, on the CPU."""
         ...
 
-    def train(
-        self, call: Train, minibatches: Sequence[Packed], recompute: Recompute | None = None
-    ) -> dict[str, Metric]:
-        """One optimizer step a mini-batch (this rank's shares, all epochs; any may be empty). Adds one to `version`.
-        recompute: in the backward passes; None: as the role says."""
+    def train(self, call: Train, minibatches: Sequence[Packed], how: TrainOptions | None = None) -> dict[str, Metric]:
+        """One optimizer step a mini-batch (this rank's, all epochs; any may be empty). Adds one to `version`."""
         ...
 
     def held_bytes(self) -> HeldBytes:
@@ -217,8 +198,7 @@ class TrainEngine(Protocol):
         ...
 
     def average_weights(self, parts: Parts, rate: float, version: int) -> None:
-        """Move weights towards others, part by part: own + rate x (other - own), in the optimizer's precision. All
-        that lies here, each once."""
+        """Move all that lies here, each part once: own + rate x (other - own), in the optimizer's precision."""
         ...
 
     def shared_weights(self) -> SharedWeights:
@@ -241,8 +221,8 @@ class TrainEngine(Protocol):
 @dataclass(frozen=True)
 class Request:
     """One sample to generate. seed: of its own random stream, so that its neighbours do not change it.
-
     stop_tokens end the sample and belong to it; temperature 0 is greedy; top_k 0 and top_p 1 keep the whole vocabulary.
+    drawn: its first tokens, which another engine has drawn; they count in max_new_tokens.
     """
 
     id: int
@@ -254,6 +234,7 @@ class Request:
     top_k: int = 0
     stop_tokens: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
+    drawn: DrawnTokens | None = None
 
 
 @dataclass(frozen=True)
@@ -290,18 +271,23 @@ class RolloutLimits:
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """The load and the health of a rollout engine, as of now.
-
-    running: sequences that decode. waiting: those that have no place yet. failure: what has ended generation, if any.
-    """
+    """The load and the health of a rollout engine, as of now. running: sequences that decode. waiting: those that have
+    no place yet. version: of the weights. free_cache_tokens: room in the key-value cache; None: without a bound.
+    failure: what has ended generation, if any. drawn_tokens: of all that run, with their prompts'."""
 
     running: int
     waiting: int
+    version: int
+    free_cache_tokens: int | None = None
     failure: Exception | None = None
+    drawn_tokens: int = 0
+
+
+CacheUse = Literal["recompute", "keep"]  # what running requests do with their caches when new weights come
 
 
 class EngineClosed(Exception):
-    """A rollout engine was closed while its caller waited for it."""
+    """The rollout engine was closed while its caller waited."""
 
 
 class RolloutEngine(Protocol):
@@ -335,13 +321,16 @@ class RolloutEngine(Protocol):
         seconds at most. Raises what has ended generation, EngineClosed after `close`."""
         ...
 
+    def drawn(self, since: Mapping[int, int]) -> Sequence[DrawnTokens]:
+        """The tokens of these requests, as far as they have not ended, beyond so many of each that are known."""
+        ...
+
     def abort(self, ids: Sequence[int]) -> None:
         """Forget these requests: running, queued, or finished and not yet taken."""
         ...
 
     def pause(self) -> None:
-        """Stop at the next token; the device is the caller's when this returns. Raises TimeoutError where a step does
-        not end."""
+        """Stop at the next token: then the device is the caller's. Raises TimeoutError where a step does not end."""
         ...
 
     def resume(self) -> None:
@@ -373,12 +362,18 @@ class RolloutEngine(Protocol):
 
     def prepare(self, parts: Parts) -> None:
         """Take new weights, part by part, each once; for weights of its own. No token is drawn until `switch`, unless
-        the old weights are still whole. Raises ValueError for parts that are missing or have no place."""
+        they lie beside the old ones. Raises ValueError for parts that are missing or have no place."""
         ...
 
-    def switch(self, version: int) -> None:
+    def switch(self, version: int, cache: CacheUse = "recompute") -> None:
         """Generate under the weights that were prepared, or that changed in place where they are shared. Running
-        requests go on, their caches recomputed; tokens from here on carry `version`."""
+        requests go on with their tokens; tokens from here on carry `version`.
+        recompute: their caches are computed again under the new weights. keep: they go on over the caches that the old
+        weights made, as far as those stay; requests that begin later share nothing with them."""
+        ...
+
+    def checksums(self) -> Tensor:
+        """[weights] int64, in the order of `weight_specs`: of the part of each that lies here, by `checksum`."""
         ...
 
     def release(self, *, weights: bool) -> None:

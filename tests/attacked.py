@@ -122,4 +122,4 @@ def attacked() -> Iterator[Attacked]:
         assert process.exitcode == 0
     finally:
         process.kill()
-        process.join()
+        process.join(10)

@@ -1,8 +1,11 @@
 """Settings of all tests: random cases repeat, and thousands of tests in one process are quick."""
 
+import contextlib
 import gc
+import importlib
 import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -16,6 +19,16 @@ settings.load_profile("repeatable")
 
 RANDOM = ("seed", "first", "block", "number")  # parameters that only number random cases
 MEASURED = 2
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Have every other process of the whole suite import the tests from the last one on: each then finds half of all
+    modules compiled by its neighbour. Whatever is wrong with one is told when pytest collects it."""
+    number = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if number.isdigit() and int(number) % 2 and session.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        for path in sorted(Path(__file__).parent.glob("test_*.py"), reverse=True):
+            with contextlib.suppress(Exception, pytest.skip.Exception):
+                importlib.import_module(f"tests.{path.stem}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,6 +46,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             n_seen[test] += 1
             if n_seen[test] > MEASURED:
                 item.add_marker("no_cover")
+
+
+class FailuresAtOnce:
+    """Prints each failure when it happens: a run that is ended from outside prints no summary."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = (crash.message if crash else str(report.longrepr)).strip().partition("\n")[0]
+            self._terminal.write_line(f"\n{report.nodeid} fails ({report.when}, {report.duration:.0f} s): {message}")
+
+
+@pytest.hookimpl(trylast=True)  # the terminal is there by then
+def pytest_configure(config: pytest.Config) -> None:
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if isinstance(terminal, pytest.TerminalReporter):  # not in a process of xdist's
+        config.pluginmanager.register(FailuresAtOnce(terminal))
 
 
 def pytest_collection_finish() -> None:

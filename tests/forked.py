@@ -14,7 +14,7 @@ from realgraph.runtime.functions import guardian as guardian_module
 from realgraph.runtime.processes import processes
 
 LAST_PRELOADED = "tests.warmed"  # by the fork server of tests
-PATIENCE = 90.0  # seconds that anything may take before a test gives up on it
+PATIENCE = 180.0  # seconds that anything may take before a test gives up on it
 
 
 class Forked:

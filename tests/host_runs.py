@@ -3,6 +3,7 @@
 import shutil
 import socket
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +14,7 @@ from tests.runs import GRPO, PLAIN, Running, Special, start, write_run
 from tests.traces import Traces, traces
 
 TWO_BY_TWO: dict[str, Any] = {"cluster": {"nodes": 2, "devices": 2}}
-SHORT = Special(limits={"hosts.agent.CONNECT_SECONDS": 3.0})
+SHORT = Special(limits={"hosts.agent.CONNECT_SECONDS": 2.0})
 
 
 def free_port(address: str = "127.0.0.1") -> int:
@@ -35,7 +36,7 @@ def agent(home: Path, listen: str, name: str, *options: str, special: Special = 
 class Hosts:
     """A run of several hosts and their agents once it waits for them: all on this machine, or each in a network
     namespace, the master in the first one's. limits: of constants, see `Special`. apart: names of hosts that do not see
-    the run directory."""
+    the run directory. special: of the run's own process."""
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class Hosts:
         network: Network | None = None,
         limits: Mapping[str, float] = MappingProxyType({}),
         apart: Collection[str] = (),
+        special: Special = PLAIN,
     ) -> None:
         self.home = home
         self.traces: Traces = traces(home)
@@ -54,7 +56,7 @@ class Hosts:
         launch = {"launch": {"kind": "hosts", "listen": self.listen, "join_seconds": 60}}
         if not words:
             words = ("run", str(write_run(home, "run", GRPO, LONG, TWO_BY_TWO, launch, *parts)))
-        first = Special(namespace=network.spaces[0]) if network else PLAIN
+        first = replace(special, namespace=network.spaces[0]) if network else special
         self.running = start(home, *words, f"launch.listen={self.listen}", special=first)
         self.running.until((home / "run/join.key").exists, "the join key")
         self.agents: dict[str, Running] = {}
@@ -77,7 +79,7 @@ class Hosts:
         """The output of the run, once it and all agents have ended and nothing is left."""
         found = self.running.wait(seconds)
         output = self.running.output()
-        assert found == code, output
+        assert found == code, "\n".join((output, *(f"{name}: {one.output()}" for name, one in self.agents.items())))
         for one in self.agents.values():
             one.wait(30)
         self.traces.gone()
@@ -94,4 +96,4 @@ class Hosts:
         for running in (self.running, *self.agents.values()):
             if running.process.is_alive():
                 running.process.kill()
-                running.process.join()
+                running.process.join(10)

@@ -27,8 +27,8 @@ FOR_MASTER = tuple(
         (
             Heartbeat(1, 5, 5),
             Hello(1, 5, PEER),
-            Done(1, 3, "train", {"loss": Mean(1.0)}, {"coef": 0.5}, {4: True}, transcripts=("text",)),
-            Generated(1, "rollout", (1, 2), (Sample(1, 20), Sample(2, 30)), {"length": Mean(2.0)}),
+            Done(1, 3, "train", {"loss": Mean(1.0)}, {"coef": 0.5}, {4: (40_000,)}, transcripts=("text",)),
+            Generated(1, "rollout", (1, 2), (Sample(10_000, 20), Sample(20_000, 30)), {"length": Mean(2.0)}),
         ),
     )
 )

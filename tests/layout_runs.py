@@ -14,7 +14,7 @@ STEPS = 4
 SAVED: dict[str, Any] = {
     "steps": STEPS,
     "checkpoint": {"every": 2, "keep": 9},
-    "runtime": {"verify_weights": True},
+    "runtime": {"verify_weights": 1},
 }
 WHAT: dict[str, dict[str, Any]] = {
     "grpo": GRPO,

@@ -86,6 +86,7 @@ def python_of(folders: Sequence[str]) -> Iterator[Source]:
                 yield Source(path, folder if folder in LAYERS else "")
 
 
+@cache
 def production() -> tuple[Source, ...]:
     """Every source that is installed."""
     return tuple(python_of(PRODUCTION))
@@ -124,8 +125,13 @@ def package_sizes() -> Counter[str]:
 # --- imports ----------------------------------------------------------------------------------------------------------
 
 
-def imports_of(source: Source) -> Iterator[str]:
+@cache
+def imports_of(source: Source) -> tuple[str, ...]:
     """The modules that a source imports, with the names that it takes from them; relative imports as `.module`."""
+    return tuple(_imports_of(source))
+
+
+def _imports_of(source: Source) -> Iterator[str]:
     for node in ast.walk(source.tree()):
         match node:
             case ast.Import(names=names):

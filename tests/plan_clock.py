@@ -7,9 +7,10 @@ sequences do: neither the seconds of a step's generation nor its latency are tol
 
 import heapq
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from itertools import count
+from typing import Protocol
 
 import numpy as np
 from msgspec import Struct
@@ -21,6 +22,7 @@ from realgraph.planner.costs.overhead import rollout_dispatch_seconds
 from realgraph.planner.plan.plan import reallocation_node
 from realgraph.runtime.commands.actions import Action, CheckpointWritten, Event, Halt, Send, StepEnded
 from realgraph.runtime.job.job import Job
+from realgraph.runtime.job.sample_ids import group_of, sample_ids
 from realgraph.runtime.scheduler.program import ranks_of
 from realgraph.runtime.scheduler.scheduler import Scheduler
 from realgraph.runtime.wire.protocol import (
@@ -42,13 +44,35 @@ ROWS = 1_000_000
 STRIDE = 64.0  # tokens for which a step is taken to cost the same
 
 
+class Engine(Protocol):
+    """The speed of a replica, and what its sequences are like. fixed, each: seconds of a token step by the number of
+    sequences, and those that it has more for each token of their mean length."""
+
+    slots: int  # sequences that run at once
+    kept: bool  # its caches stay where they are while other calls have the devices
+    prompt_tokens: float
+    per_group: int
+    fixed: list[float]
+    each: list[float]
+    start: float  # seconds of one sequence's beginning
+
+    def again(self, running: int, tokens: float) -> float:
+        """Seconds of an interruption of so many sequences with so many tokens in all."""
+        ...
+
+    def length(self, sample: int) -> float:
+        """Tokens of a sample."""
+        ...
+
+
 class Prices:
-    """Seconds of a stream's parts. slots: sequences that run at once on a replica; inputs: seconds of a step; kept:
-    whether its caches stay where they are while other calls have the devices."""
+    """An engine as the cost model sees it. slots: sequences that run at once on a replica; inputs: seconds of a step;
+    kept: whether its caches stay where they are while other calls have the devices."""
 
     def __init__(self, stream: Stream, slots: int, inputs: float, kept: bool) -> None:
         work = stream.work
         self.stream, self.slots, self.kept = stream, slots, kept
+        self.prompt_tokens, self.per_group = float(work.prompt_tokens), work.samples_per_group
         running = np.arange(1.0, slots + 1)
         none = stream.step(running, np.zeros(slots))
         self.fixed = [0.0, *none.tolist()]
@@ -58,7 +82,7 @@ class Prices:
         self._samples, self._drawn = work.samples, dict[int, list[float]]()
 
     def again(self, running: int, tokens: float) -> float:
-        """An interruption of so many sequences with so many tokens in all."""
+        """See Engine."""
         work = self.stream.work
         return prefill_seconds(self.stream.setting, tokens, tokens / running) + work.stall_seconds
 
@@ -77,11 +101,14 @@ class Prices:
 class Home:
     """One data-parallel rank of the generate call. It stands still while another call holds its devices."""
 
-    def __init__(self, prices: Prices) -> None:
+    def __init__(self, prices: Engine) -> None:
         self.prices = prices
-        self.waiting = deque[tuple[int, float]]()  # group and length of sequences without a slot
-        self.running: list[tuple[float, int, float]] = []  # heap: token at which one ends, group, token of its start
-        self.versions: dict[int, int] = {}  # of the groups in hand
+        self.waiting = deque[tuple[int, float]]()  # sample and length of sequences without a slot
+        self.running: list[tuple[float, int, float]] = []  # heap: token at which one ends, sample, token of its start
+        self.version = 0  # of the weights
+        self.updates: list[tuple[float, int]] = [(0.0, 0)]  # tokens at which weights came, and their version
+        self.drawn: dict[int, list[tuple[int, float]]] = {}  # sample -> versions of its tokens, and how many of each
+        self.per_group = prices.per_group
         self.left: dict[int, int] = {}  # sequences of a group that have not ended
         self.token = self.starts = 0.0  # gained by whoever runs all the time; sum of the starts of what runs
         self.still = 0.0  # seconds for which it stands still from `since` on
@@ -93,7 +120,7 @@ class Home:
     def token_seconds(self) -> float:
         """Seconds of a token step with what runs now, in the middle of the next stride."""
         n = len(self.running)
-        mean = self.prices.stream.work.prompt_tokens + self.token - self.starts / n + min(self.ahead, STRIDE) / 2
+        mean = self.prices.prompt_tokens + self.token - self.starts / n + min(self.ahead, STRIDE) / 2
         return self.prices.fixed[n] + self.prices.each[n] * mean
 
     @property
@@ -101,9 +128,9 @@ class Home:
         """Tokens until the next sequence ends."""
         return max(0.0, self.running[0][0] - self.token)
 
-    def admit(self, group: int, version: int, lengths: list[float]) -> None:
-        self.versions[group], self.left[group] = version, len(lengths)
-        self.waiting.extend((group, length) for length in lengths)
+    def admit(self, group: int, lengths: list[float]) -> None:
+        self.left[group] = len(lengths)
+        self.waiting.extend(zip(sample_ids(group, len(lengths)), lengths, strict=True))
 
     def settle(self, now: float) -> None:
         """Account for what has been done until now."""
@@ -123,16 +150,34 @@ class Home:
         if not self.held and self.stale and self.running:
             self.stale = False
             n = len(self.running)
-            tokens = n * (self.prices.stream.work.prompt_tokens + self.token) - self.starts
+            tokens = n * (self.prices.prompt_tokens + self.token) - self.starts
             self.still = self.prices.again(n, tokens)
 
     def fill(self) -> None:
         """Free slots take what waits."""
         while self.waiting and len(self.running) < self.prices.slots:
-            group, length = self.waiting.popleft()
-            heapq.heappush(self.running, (self.token + length, group, self.token))
+            sample, length = self.waiting.popleft()
+            heapq.heappush(self.running, (self.token + length, sample, self.token))
             self.starts += self.token
             self.still += self.prices.start
+
+    def update(self, version: int) -> None:
+        """New weights: tokens from here on are theirs."""
+        if version != self.version:
+            self.version = version
+            self.updates.append((self.token, version))
+
+    def _versions(self, start: float) -> list[tuple[int, float]]:
+        """The tokens from `start` until now by their versions."""
+        found: list[tuple[int, float]] = []
+        end = self.token
+        for token, version in reversed(self.updates):
+            if end > token or not found:
+                found.append((version, end - max(start, token)))
+            end = min(end, token)
+            if token <= start:
+                break
+        return found[::-1]
 
     def next_seconds(self) -> float:
         """Seconds until something is to be looked at."""
@@ -142,8 +187,10 @@ class Home:
         """Groups all of whose sequences have ended."""
         found = []
         while self.running and self.running[0][0] <= self.token + 1e-6:
-            _, group, start = heapq.heappop(self.running)
+            _, sample, start = heapq.heappop(self.running)
             self.starts -= start
+            self.drawn[sample] = self._versions(start)
+            group = group_of(sample)
             self.left[group] -= 1
             if not self.left[group]:
                 found.append(group)
@@ -160,15 +207,20 @@ class Made(Struct, frozen=True):
 class PlanClock:
     """One run of a job's steps. extra: seconds of free calls by name, and of reallocations by their node.
 
-    A synchronous batch is there at once after its seconds; with staleness `prices` say how it streams.
+    A synchronous batch is there at once after its seconds; with staleness `prices` say how it streams. limited: the
+    work in flight, by more than the admission rule.
     """
 
-    def __init__(self, job: Job, extra: Mapping[str, float], prices: Prices | None = None) -> None:
+    def __init__(
+        self, job: Job, extra: Mapping[str, float], prices: Engine | None = None, *, limited: bool = True
+    ) -> None:
         self.job, self.now = job, 0.0
         self.ended: list[float] = []
         calls = {name: allocation.seconds for name, allocation in job.plan.allocations.items()}
         self._seconds: dict[str, float] = dict(extra) | calls
         self._scheduler = Scheduler(job, range(job.cluster.n_devices), ROWS)
+        if not limited:
+            self._scheduler._collection._concurrency = None
         self._events: list[tuple[float, int, Event | Made]] = []
         self._number = count()
         self._generate = next((n for n, call in job.graph.calls.items() if isinstance(call, Generate)), "")
@@ -183,6 +235,9 @@ class PlanClock:
                     self._homes[rank[0]] = Home(prices)
                 self._home_of |= dict.fromkeys(rank, rank[0])
         self.spans: list[tuple[str, int, float, float]] = []  # call, worker, from, to
+        self.ages: dict[int, Counter[int]] = {}  # step -> age -> sampled tokens in its first train call
+        self._drawn: dict[int, list[tuple[int, float]]] = {}  # sample in no batch yet -> its tokens by version
+        self._coming: dict[int, int] = {}  # task -> version of the generator's weights after it
         self.halt: Halt | None = None
 
     def run(self) -> list[float]:
@@ -194,6 +249,7 @@ class PlanClock:
                 self._made(event)
                 continue
             if isinstance(event, Done):
+                self._update(event)
                 self._held(event.worker, event.call, -1)
             self._take(self._scheduler.on(event, self.now))
         assert self.halt.error is None, self.halt
@@ -202,8 +258,18 @@ class PlanClock:
     def period(self) -> float:
         """Seconds a step, without the first quarter, when streams fill, and the last sixth, when they run dry."""
         ended = self.run()
-        first, last = len(ended) // 4 - 1, 5 * len(ended) // 6 - 1
+        first, last = self._steady
         return (ended[last] - ended[first]) / (last - first)
+
+    @property
+    def _steady(self) -> tuple[int, int]:
+        return len(self.ended) // 4 - 1, 5 * len(self.ended) // 6 - 1
+
+    def steady_ages(self) -> dict[int, float]:
+        """Age in steps -> share of the sampled tokens that are trained in the steps of `period`, after a run."""
+        first, last = self._steady
+        counts = sum((self.ages[step] for step in range(first + 1, last + 1)), Counter[int]())
+        return {age: n / counts.total() for age, n in sorted(counts.items())}
 
     def _take(self, actions: list[Action]) -> None:
         for action in actions:
@@ -229,8 +295,11 @@ class PlanClock:
             case Load(groups=groups):
                 self._later(0.0, Loaded(worker, groups, self._samples(groups, 0)))
             case Execute(task=task, call=call):
+                self._note_training(command)
                 self._work(worker, task, call, call)
             case Reallocate(task=task, call=call):
+                if call == self._generate:
+                    self._coming[task] = command.version
                 self._work(worker, task, call, reallocation_node(call))
             case Save(task=task):
                 self._later(0.0, Done(worker, task, "", {}))
@@ -245,6 +314,27 @@ class PlanClock:
         self._held(worker, call, 1)
         self._later(seconds, Done(worker, task, call, {}))
 
+    # --- versions -----------------------------------------------------------------------------------------------------
+
+    def _note_training(self, command: Execute) -> None:
+        """The ages of what a train call is given; where the generator reads its weights in place, these change."""
+        call = self.job.graph.calls[command.call]
+        if not isinstance(call, Train) or call.model != self._role:
+            return
+        program = self._scheduler._program
+        if not program.calls[self._generate].trainer:
+            self._coming[command.task] = command.version + 1
+        counts = self.ages.setdefault(command.step, Counter())
+        for sample in {sample for share in command.shares for sample in share}:
+            for version, n_tokens in self._drawn.pop(sample, ()):
+                counts[command.step - version // program.trains_of(self._generate)] += round(n_tokens)
+
+    def _update(self, done: Done) -> None:
+        home = self._homes.get(done.worker)
+        if home is not None and done.task in self._coming:
+            home.settle(self.now)
+            home.update(self._coming[done.task])
+
     # --- generation ---------------------------------------------------------------------------------------------------
 
     def _submit(self, home: int, groups: tuple[int, ...], version: int) -> None:
@@ -256,7 +346,7 @@ class PlanClock:
         self._homes[home].settle(self.now)
         for group in groups:
             lengths = [self._prices.length(group * n + i) for i in range(n)]
-            self._homes[home].admit(group, version, lengths)
+            self._homes[home].admit(group, lengths)
         self._go_on(home)
 
     def _held(self, worker: int, call: str, change: int) -> None:
@@ -283,11 +373,20 @@ class PlanClock:
         groups = home.ended()
         self._go_on(made.home)
         for group in groups:
-            samples = self._samples((group,), home.versions.pop(group))
             del home.left[group]
+            samples = self._generated(home, group)
             done = Generated(made.home, self._generate, (group,), samples, {})
             self._take(self._scheduler.on(done, self.now))
 
+    def _generated(self, home: Home, group: int) -> tuple[Sample, ...]:
+        """The samples of a group, with their lengths and the versions of their oldest tokens."""
+        samples = []
+        for sample in sample_ids(group, home.per_group):
+            drawn = self._drawn[sample] = home.drawn.pop(sample)
+            n_tokens = max(1, round(sum(n for _, n in drawn)))
+            samples.append(Sample(sample, n_tokens, n_tokens, oldest=drawn[0][0]))
+        return tuple(samples)
+
     def _samples(self, groups: tuple[int, ...], version: int) -> tuple[Sample, ...]:
         n = self.job.graph.samples_per_group
-        return tuple(Sample(group * n + i, 8, 4, oldest=version) for group in groups for i in range(n))
+        return tuple(Sample(one, 8, 4, oldest=version) for group in groups for one in sample_ids(group, n))

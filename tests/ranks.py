@@ -3,12 +3,14 @@
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from tests.preloaded import CONTEXT
 
 DEADLINE_SECONDS = 60.0
+SLACK_SECONDS = 30.0  # for a rank to say that its deadline has passed
 joined: list[Any] = []  # in a rank process: its Collectives
 
 
@@ -44,44 +46,75 @@ def _serve(pipe: Connection, place: tuple[int, int, float], layouts: Sequence[La
 
 class RankProcesses:
     """Runs a module-level function on all ranks at once: `function(ranks, *arguments)`, where `ranks` are all of them
-    as data-parallel ones; returns their results. Groups of other layouts: `joined[0].of_layout`."""
+    as data-parallel ones; returns their results. Groups of other layouts: `joined[0].of_layout`.
+
+    A rank that does not answer fails its test alone: the next one has new processes.
+    """
 
     def __init__(self, n_ranks: int = 2, layouts: Sequence[Layout] = (), seconds: float = DEADLINE_SECONDS) -> None:
-        self._patience = max(DEADLINE_SECONDS, seconds)
-        self._pipes, self._processes = [], []
-        address = ""
-        for rank in range(n_ranks):
-            ours, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(
-                target=_serve, args=(theirs, (rank, n_ranks, seconds), layouts, address), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-            if rank == 0:
-                address = self._receive(0)
-        for rank in range(n_ranks):
-            assert self._receive(rank) == "ready"
+        self._n_ranks, self._layouts, self._seconds = n_ranks, tuple(layouts), seconds
+        self._pipes: list[Connection] = []
+        self._processes: list[ForkServerProcess] = []
+        self._is_whole = False  # every rank has answered the last task
+        self._start()
+
+    def _start(self) -> None:
+        try:
+            address = ""
+            for rank in range(self._n_ranks):
+                self._start_rank(rank, address)
+                if rank == 0:
+                    address = self._receive(0)
+            assert [self._receive(rank) for rank in range(self._n_ranks)] == ["ready"] * self._n_ranks
+        except BaseException:
+            self._kill()
+            raise
+
+    def _start_rank(self, rank: int, address: str) -> None:
+        ours, theirs = CONTEXT.Pipe()
+        place = (rank, self._n_ranks, self._seconds)
+        process = CONTEXT.Process(target=_serve, args=(theirs, place, self._layouts, address), daemon=True)
+        process.start()
+        theirs.close()
+        self._pipes.append(ours)
+        self._processes.append(process)
 
     def _receive(self, rank: int) -> Any:
-        assert self._pipes[rank].poll(self._patience), f"rank {rank} did not answer"
-        return self._pipes[rank].recv()
+        """Its next message. Raises AssertionError where it sends nothing for longer than its own deadline, EOFError or
+        ConnectionResetError where it has ended."""
+        patience = max(DEADLINE_SECONDS, self._seconds) + SLACK_SECONDS
+        self._is_whole = False
+        assert self._pipes[rank].poll(patience), f"rank {rank} has not answered in {patience:g} s"
+        answer = self._pipes[rank].recv()
+        self._is_whole = True
+        return answer
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Every rank's result. Raises AssertionError with the rank's traceback."""
+        if not self._is_whole:
+            self._kill()
+            self._start()
         for pipe in self._pipes:
             pipe.send((function, arguments))
-        answers = [self._receive(rank) for rank in range(len(self._pipes))]
+        answers = [self._receive(rank) for rank in range(self._n_ranks)]
         for rank, (well, result) in enumerate(answers):
             assert well, f"rank {rank}:\n{result}"
         return [result for _, result in answers]
 
     def close(self) -> None:
         """End the processes."""
+        if self._is_whole:
+            for pipe in self._pipes:
+                pipe.send(None)
+            for process in self._processes:
+                process.join(10)
+        self._kill()
+
+    def _kill(self) -> None:
         for pipe in self._pipes:
-            pipe.send(None)
+            pipe.close()
         for process in self._processes:
-            process.join(10)
             if process.is_alive():
                 process.kill()
+                process.join(10)
+        self._pipes, self._processes = [], []

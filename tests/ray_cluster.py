@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.namespaces import Network
-from tests.traces import title_of
+from tests.traces import open_files, title_of
 
 PORT = 6399
 READY_SECONDS = 60.0
@@ -106,12 +106,10 @@ def _processes(state: Path) -> list[int]:
         if not entry.name.isdigit():
             continue
         try:
-            text = (entry / "cmdline").read_bytes() + b" ".join(
-                os.readlink(link).encode() for link in (entry / "fd").iterdir()
-            )
+            text = (entry / "cmdline").read_text(errors="replace") + " ".join(open_files(entry))
             running = (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-        if running and str(state).encode() in text:
+        if running and str(state) in text:
             found.append(int(entry.name))
     return found

@@ -1,13 +1,14 @@
 """Small models, random requests and exact expectations for tests of the generation engine."""
 
 import random
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from realgraph.runtime.engine import Completion, Request
+from realgraph.runtime.engine import Completion, Request, RolloutEngine
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from tests import tiny
 
@@ -59,3 +60,34 @@ def full_logprobs(module: Any, request: Request, tokens: Sequence[int]) -> Tenso
 def assert_exact(module: Any, request: Request, completion: Completion, within: float = 1e-4) -> None:
     expected = full_logprobs(module, request, completion.tokens)
     assert (torch.tensor(completion.logprobs) - expected).abs().max() < within
+
+
+def kept_logprobs(modules: Sequence[Any], request: Request, completion: Completion) -> Tensor:
+    """Log-probabilities [new tokens] where `modules[version]` went on over the keys that those before it had stored.
+
+    Of each version's tokens all but the newest had been read when the next one came.
+    """
+    from transformers import DynamicCache
+
+    ids, cache, read = torch.tensor([[*request.prompt, *completion.tokens]]), DynamicCache(), 0
+    logits = []
+    for version in sorted(set(completion.versions)):
+        drawn = sum(one <= version for one in completion.versions)
+        end = len(request.prompt) + drawn - 1
+        with torch.no_grad():
+            logits.append(modules[version](input_ids=ids[:, read:end], past_key_values=cache, use_cache=True).logits[0])
+        read = end
+    scaled = (torch.cat(logits)[len(request.prompt) - 1 :].double() / (request.temperature or 1.0)).log_softmax(-1)
+    return scaled.gather(-1, ids[0, len(request.prompt) :, None])[:, 0]
+
+
+def drained(engine: RolloutEngine, n: int, seconds: float = 120.0) -> dict[int, Completion]:
+    """The next n samples of the stream, by id."""
+    done: dict[int, Completion] = {}
+    deadline = time.monotonic() + seconds
+    while len(done) < n:
+        assert time.monotonic() < deadline
+        for completion in engine.take(1.0):
+            assert completion.id not in done
+            done[completion.id] = completion
+    return done

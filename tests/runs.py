@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -28,7 +28,7 @@ from tests.crash_points import CrashPoints
 from tests.forked import PATIENCE, fork_server, guardian
 from tests.namespaces import enter_namespace, hide
 from tests.preloaded import CONTEXT
-from tests.traces import processes_at, title_of
+from tests.traces import enter_shared_memory, processes_at, title_of
 
 REWARDS = '''
 import json, os, re, signal, time
@@ -148,13 +148,14 @@ class Special:
 
     ignored: signal.Signals | None = None  # as under nohup
     terminal: str = ""  # the terminal that it is started in and shows itself on, instead of a file
-    # Constants of modules of `realgraph.runtime` by `module.NAME`, so that a test need not wait for minutes.
+    # Constants by `module.NAME`, below `realgraph.runtime` or from `realgraph` on: a test need not wait for minutes.
     limits: dict[str, float] = field(default_factory=dict)
     dies_at: int = 0  # the file operation in its run directory, from 1, before which its master is killed; 0: none
     namespace: str = ""  # the network namespace that it runs in
     hidden: str = ""  # a folder that it does not see: at its place there is an empty file system of its own
 
     def apply(self, folder: Path) -> None:
+        enter_shared_memory(folder.parent)
         if self.namespace:
             enter_namespace(self.namespace)
         if self.hidden:
@@ -164,7 +165,8 @@ class Special:
             signal.signal(self.ignored, signal.SIG_IGN)
         for name, value in self.limits.items():
             module, _, constant = name.rpartition(".")
-            found = importlib.import_module(f"realgraph.runtime.{module}")
+            path = module if module.startswith("realgraph.") else f"realgraph.runtime.{module}"
+            found = importlib.import_module(path)
             assert hasattr(found, constant)
             setattr(found, constant, value)
         if self.dies_at:
@@ -225,7 +227,8 @@ class Running:
         deadline = time.monotonic() + PATIENCE
         while not holds():
             assert self.process.is_alive(), f"the run ended before {what}:\n{self.output()}"
-            assert time.monotonic() < deadline, f"{what} has not come in {PATIENCE:.0f} s:\n{self.output()}"
+            if time.monotonic() > deadline:
+                self._give_up(f"{what} has not come in {PATIENCE:.0f} s")
             time.sleep(0.01)
 
     def until_step(self, step: int) -> None:
@@ -251,9 +254,17 @@ class Running:
     def wait(self, seconds: float = PATIENCE) -> int:
         """The exit code."""
         self.process.join(seconds)
-        assert not self.process.is_alive(), f"the run has not ended in {seconds:.0f} s:\n{self.output()}"
+        if self.process.is_alive():
+            self._give_up(f"the run has not ended in {seconds:.0f} s")
         assert self.process.exitcode is not None
         return self.process.exitcode
+
+    def _give_up(self, why: str) -> NoReturn:
+        """Fail with all that the run has said. It is killed: it would slow the other tests and be found by them."""
+        said = f"{self.output()}\n{logs(self.folder)}"
+        self.process.kill()
+        self.process.join(10)
+        pytest.fail(f"{why}:\n{said}")
 
 
 def start(home: Path, *argv: str, name: str = "run", special: Special = PLAIN) -> Running:
@@ -265,9 +276,9 @@ def start(home: Path, *argv: str, name: str = "run", special: Special = PLAIN) -
     return Running(process, home, output, home / name)
 
 
-def finish(home: Path, *argv: str, name: str = "run", code: int = 0) -> Running:
+def finish(home: Path, *argv: str, name: str = "run", code: int = 0, special: Special = PLAIN) -> Running:
     """Run a command to its end, which must be with exit code `code`."""
-    running = start(home, *argv, name=name)
+    running = start(home, *argv, name=name, special=special)
     found = running.wait()
     assert found == code, f"exit code {found}, not {code}:\n{running.output()}\n{logs(running.folder)}"
     return running
@@ -285,7 +296,7 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
     theirs.close()
     assert ours.poll(PATIENCE), f"{function.__name__} has not answered in {PATIENCE:.0f} s"
     well, found = ours.recv()
-    process.join()
+    process.join(PATIENCE)
     if not well:
         raise ConfigError(found)
     return found
@@ -308,7 +319,7 @@ def stop(home: Path) -> None:
     for process, its_home in _STARTED:
         if its_home == home and process.is_alive():
             process.kill()
-            process.join()
+            process.join(10)
 
 
 # --- what a run leaves ------------------------------------------------------------------------------------------------
@@ -324,7 +335,7 @@ def records(folder: Path, kind: str = "step") -> list[dict[str, Any]]:
 
 def logs(folder: Path) -> str:
     """The workers' logs."""
-    return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted((folder / "logs").glob("*")))
+    return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted((folder / "logs").glob("*.*")))
 
 
 # times, how many sequences decode when a group is reported, and bytes that an allocator keeps
@@ -333,6 +344,7 @@ OF_THE_CLOCK = (
     "tokens_per_second",
     "/running",
     "/waiting",
+    "/free_cache_tokens",
     "/peak_bytes",
     "/planned_bytes",
     "/prefetched_bytes",

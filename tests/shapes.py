@@ -2,9 +2,11 @@
 
 import random
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from realgraph.graphs.functions import KEEP, least_samples, sample_filter
 from realgraph.graphs.graph import INPUT, Graph, Key
 from realgraph.graphs.keys import GENERATED, KeyType
 from realgraph.graphs.maths import CrossEntropy, Loss, PolicyGradient, Preference, Term
@@ -13,14 +15,15 @@ from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.plan.plan import Allocation, Hashes, Plan, Turn, reallocation_node
 from realgraph.planner.plan.residency import reallocations
-from realgraph.runtime.job.job import BatchSpec, CheckpointSpec, DataSpec, EvalSpec, Job, RuntimeSpec
+from realgraph.runtime.job.eval_engines import eval_on_mistake
+from realgraph.runtime.job.job import BatchSpec, CheckpointSpec, DataSpec, EvalOn, EvalSpec, Job, RuntimeSpec
+from realgraph.runtime.job.rollout import Interrupt, RolloutSpec
 
 _TYPES = {
     **GENERATED,
     "prompt": KeyType("group", "tokens"),
     "answer": KeyType("group", "text"),
     "reward": KeyType("sample", "float32"),
-    "keep": KeyType("group", "bool"),
     "score": KeyType("sample", "float32"),
     "shaped": KeyType("sample", "float32"),
     "advantages": KeyType("token", "float32"),
@@ -42,8 +45,9 @@ def build_graph(rows: list[Row], inputs: tuple[str, ...], samples_per_group: int
     for name, _, reads, _ in rows:
         for key in reads:
             consumers[key].append(name)
-    keys = {key: Key(key, _TYPES[key], made_by, tuple(consumers[key])) for key, made_by in producer.items()}
     calls = {name: call for name, call, _, _ in rows}
+    types = _TYPES | {KEEP: KeyType("sample" if sample_filter(calls) else "group", "bool")}
+    keys = {key: Key(key, types[key], made_by, tuple(consumers[key])) for key, made_by in producer.items()}
     models = {
         call.model: ModelRole(trainable=isinstance(call, Train))
         for call in calls.values()
@@ -51,7 +55,8 @@ def build_graph(rows: list[Row], inputs: tuple[str, ...], samples_per_group: int
     }
     read = {row[0]: row[2] for row in rows}
     written = {row[0]: row[3] for row in rows}
-    return Graph("test", calls, models, keys, read, written, (), samples_per_group)
+    least = least_samples(calls, samples_per_group)
+    return Graph("test", calls, models, keys, read, written, (), samples_per_group, least_samples=least)
 
 
 def _train(model: str, minibatches: int, epochs: int, term: Term) -> Train:
@@ -62,8 +67,10 @@ def _train(model: str, minibatches: int, epochs: int, term: Term) -> Train:
 class Shape:
     """The choices that a random job is made of; every field has the plainest value."""
 
-    algorithm: str = "grpo"  # grpo, ppo, sft, dpo, generate, distill, twin (distill into two)
+    algorithm: str = "grpo"  # grpo, ppo, sft, dpo, generate, distill, twin (distill into two); or of `generating.py`
     filtered: bool = False
+    varied: bool = False  # the filter leaves samples out, each for itself
+    least: int | None = None  # of a group that goes on then
     two_stage: bool = False  # a second streaming function after the first
     n_workers: int = 2
     split: bool = False  # generation on meshes of its own (two workers or more)
@@ -76,6 +83,7 @@ class Shape:
     staleness: int = 0
     spare: int = 0  # steps of the staleness bound that the plan does not use
     overdue: Literal["mask", "wait", "drop", "allow"] = "mask"
+    interrupt: Interrupt = "recompute"
     steps: int = 3
     checkpoint_every: int = 0
     eval_every: int = 0
@@ -84,20 +92,34 @@ class Shape:
     moves: bool = False  # reallocations have turns of their own
     again: bool = False  # grpo, ppo: a second train call of the actor
     slow: float = 0.0  # share of the parts of a submission that take ten times as long to make
+    eval_on: EvalOn | None = None  # where the plan allows it
     checkpoint_seconds: float = 0.0  # simulated; 0: by steps only
+    oversample: float = 1.0  # where samples are generated and trained on
 
     @property
     def kept(self) -> int:
         """The staleness that the plan keeps to."""
         return max(0, self.staleness - self.spare)
 
+    @property
+    def begun(self) -> float:
+        """The groups begun a step, over those trained."""
+        return 1.0 if self.algorithm in ("sft", "dpo", "generate") else self.oversample
+
     def lot(self, number: int, what: str) -> float:
         """A random number that depends on nothing but the seed, `number` and `what`."""
         return random.Random(f"{self.seed} {what} {number}").random()
 
-    def length(self, sample: int) -> int:
-        """Tokens of a sample."""
-        return 1 + int(100 * self.lot(sample, "length") ** 3)
+    def length(self, sample: int, later: str = "") -> int:
+        """Tokens of a sample; later: the generate call that made it, if not the first of its group."""
+        return 1 + int(100 * self.lot(sample, f"length{later}") ** 3)
+
+
+def filter_of(shape: Shape) -> Function:
+    """The function that filters groups, or samples."""
+    least = min(shape.least, shape.n) if shape.varied and shape.least else None
+    level = "sample bool" if shape.varied else "group bool"
+    return Function("m:f", ("reward",), {KEEP: level}, over="group", min_samples=least)
 
 
 def graph_of(shape: Shape) -> Graph:
@@ -131,7 +153,7 @@ def graph_of(shape: Shape) -> Graph:
         rows.append(("bonus", Function("bonus"), ("reward", "text"), ("bonus",)))
         rows.append(("other", Function("other", over="group"), ("text",), ()))
     if shape.filtered:
-        rows.append(("filter", Function("filter", over="group"), ("reward",), ("keep",)))
+        rows.append(("filter", filter_of(shape), ("reward",), ("keep",)))
     if shape.algorithm == "generate":
         return build_graph(rows, ("prompt", "answer"), shape.n)
     train = _train("actor", shape.minibatches, shape.epochs, PolicyGradient())
@@ -170,7 +192,8 @@ def graph_of(shape: Shape) -> Graph:
 
 
 def plan_of(shape: Shape, graph: Graph) -> Plan:
-    """Calls colocated or split over disjoint meshes; every device runs its calls in topological order."""
+    """Calls colocated or split over disjoint meshes; every device runs its calls in topological order. Where several
+    calls generate, split means that every second of them has the devices of the other calls."""
     n, half = shape.n_workers, shape.n_workers // 2
     split = shape.split and half > 0
     tp = shape.tp if (half if split else n) % shape.tp == 0 else 1
@@ -180,9 +203,8 @@ def plan_of(shape: Shape, graph: Graph) -> Plan:
             continue
         mesh = DeviceMesh(0, n)
         if split:
-            mesh = (
-                DeviceMesh(0, half) if isinstance(call, Generate) or call.model == "critic" else DeviceMesh(half, half)
-            )
+            apart = call.model == "critic" or (name in graph.generates and graph.generates.index(name) % 2 == 0)
+            mesh = DeviceMesh(0, half) if apart else DeviceMesh(half, half)
         sharding: Literal["replicated", "fsdp"] = (
             "fsdp" if shape.fsdp and graph.models[call.model].trainable else "replicated"
         )
@@ -205,23 +227,26 @@ def plan_of(shape: Shape, graph: Graph) -> Plan:
     return Plan(allocations, orders, Hashes("", "", ""), shape.kept)
 
 
-def job_of(shape: Shape, plan: Plan | None = None) -> Job:
-    """The job of a shape."""
-    graph = graph_of(shape)
+def job_of(shape: Shape, plan: Plan | None = None, graph: Graph | None = None) -> Job:
+    """The job of a shape, and of a graph that is not its algorithm's own."""
+    graph = graph or graph_of(shape)
+    plan = plan or plan_of(shape, graph)
+    on = None if shape.eval_on is None or eval_on_mistake(graph, plan, shape.eval_on) else shape.eval_on
     return Job(
         name="test",
         graph=graph,
-        plan=plan or plan_of(shape, graph),
+        plan=plan,
         cluster=Cluster(1, shape.n_workers, "cpu", 10**9, 10**9, 1.0, 1.0, 1.0, 1.0, 1.0),
         data=DataSpec("rows.jsonl"),
-        batch=BatchSpec(groups=shape.groups),
+        batch=BatchSpec(groups=shape.groups, oversample=shape.begun),
         steps=shape.steps,
         seed=shape.seed,
         run_dir="/run",
         user_dir="/user",
         staleness=shape.staleness,
         overdue=shape.overdue,
-        eval=EvalSpec(every=shape.eval_every) if shape.eval_every else None,
+        rollout=RolloutSpec(interrupt=shape.interrupt),
+        eval=EvalSpec(0 if on == "checkpoint" else shape.eval_every, on=on) if shape.eval_every else None,
         checkpoint=CheckpointSpec(shape.checkpoint_every, shape.checkpoint_seconds / 60),
         runtime=RuntimeSpec(min_deadline_seconds=1000.0),
     )
@@ -255,12 +280,17 @@ def random_shape(rng: random.Random) -> Shape:
         spare=rng.choice([0, 0, 1, 2]),
         again=rng.random() < 0.3,
         slow=rng.choice([0.0, 0.0, 0.2]),
+        eval_on=rng.choice([None, "engine", "interleaved", "checkpoint"]),
+        oversample=rng.choice([1.0, 1.0, 1.25, 2.0]),
+        varied=rng.random() < 0.5,
+        least=rng.choice([None, 1, 2]),
     )
 
 
-def assert_balanced(shape: Shape, parts: set[tuple[int, ...]], dp: int, unit: int) -> None:
-    """The `dp` ranks' parts have as many tokens, at most one unit (a sample; of pair losses: a group) apart."""
-    loads = [sum(map(shape.length, part)) for part in parts]
+def assert_balanced(length: Callable[[int], int], parts: set[tuple[int, ...]], dp: int, unit: int) -> None:
+    """The `dp` ranks' parts have as many tokens, at most one unit (a sample; of pair losses: a group) apart. length: of
+    a sample, by its number."""
+    loads = [sum(map(length, part)) for part in parts]
     loads += [0] * (dp - len(loads))
-    longest = max(map(shape.length, [sample for part in parts for sample in part]))
+    longest = max(map(length, [sample for part in parts for sample in part]))
     assert max(loads) - min(loads) <= unit * longest

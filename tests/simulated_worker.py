@@ -1,13 +1,16 @@
 """The fake workers of the simulator: what each holds, and everything that a real worker refuses. Decides nothing."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from realgraph.graphs.spec import Advantage, Generate, Inference, Train
 from realgraph.planner.plan.residency import dropped_copies, shares_trained_copy
+from realgraph.runtime.job.engine_loss import shares_tokens
 from realgraph.runtime.job.job import Job
+from realgraph.runtime.job.sample_ids import group_of, sample_ids
 from realgraph.runtime.scheduler.program import ranks_of
-from realgraph.runtime.wire.protocol import Evaluate, Execute, Reallocate, Submit
+from realgraph.runtime.wire.protocol import NOBODY, Evaluate, Execute, Reallocate, SampleSource, Submit
 
 
 @dataclass
@@ -15,18 +18,18 @@ class SimulatedWorker:
     """One fake worker: keys of its store by sample, weights of its copies, groups still to make."""
 
     store: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
-    making: set[int] = field(default_factory=set)
+    making: set[tuple[str, int]] = field(default_factory=set)  # generate call, group
     copies: dict[str, int] = field(default_factory=dict)  # call -> version
+    kept: dict[int, int] = field(default_factory=dict)  # group that another makes -> version of its oldest known token
 
-    def groups(self, samples_per_group: int) -> set[int]:
+    def groups(self) -> set[int]:
         """The groups of which it stores anything."""
-        return {sample // samples_per_group for samples in self.store.values() for sample in samples}
+        return {group_of(sample) for samples in self.store.values() for sample in samples}
 
-    def forget(self, group: int, samples_per_group: int) -> None:
+    def forget(self, group: int) -> None:
         """Everything that it stores of a group."""
-        first = group * samples_per_group
         for held in self.store.values():
-            held.difference_update(range(first, first + samples_per_group))
+            held.difference_update([sample for sample in held if group_of(sample) == group])
 
 
 class Workers:
@@ -50,8 +53,9 @@ class Workers:
         # all other copies are loaded from the checkpoint
         loaded = {name: versions[self.graph.role(name)] for name in self.trainer if name not in self.dropped}
         self.all = {number: SimulatedWorker(copies=dict(loaded)) for number in range(n_workers)}
-        self.generate = next((name for name, call in self.graph.calls.items() if isinstance(call, Generate)), "")
-        self.engines = {rank[0] for rank in ranks_of(self.layouts[self.generate])} if self.generate else set()
+        self.gone: set[int] = set()
+        self.generate = next(iter(self.graph.generates), "")  # the call that makes the samples of a group
+        self.engines = {name: {rank[0] for rank in ranks_of(self.layouts[name])} for name in self.graph.generates}
 
     def held_version(self, number: int, call: str) -> int:
         """The version of the weights that `call` would use on this worker."""
@@ -64,6 +68,17 @@ class Workers:
             return self.versions[role]
         return self.all[number].copies.get(call, -1)
 
+    def trained_in_place(self, train: str) -> list[str]:
+        """The generate calls whose very weights the call `train` changes."""
+        role, readers = self.graph.role(train), list[str]()
+        for name in self.graph.generates:
+            call = self.graph.calls[name]
+            if self.graph.role(name) == role and shares_trained_copy(
+                call, self.options[name], self.options[self.trainer[name]]
+            ):
+                readers.append(name)
+        return readers
+
     def give_up(self, number: int, call: str) -> None:
         """After a use of `call`: its copy is there no more, if it is one that is brought again."""
         for name in self.dropped.get(call, ()):
@@ -72,17 +87,49 @@ class Workers:
     # --- what a worker refuses ----------------------------------------------------------------------------------------
 
     def check_submit(self, number: int, command: Submit) -> None:
-        """A worker without the engine, with weights that are too old, or that has these requests already."""
-        assert command.call == self.generate
-        assert number in self.engines, f"worker {number} has no generation engine"
+        """A worker without the engine or the prompts, with weights that are too old, or that has these requests
+        already."""
+        assert number in self.engines[command.call], f"worker {number} has no generation engine"
+        if command.call == self.generate:
+            assert not command.sources
+        else:
+            n = self.graph.samples_per_group
+            samples = {sample for group in command.groups for sample in sample_ids(group, n)}
+            self.check_sources(command.call, command.sources, samples)
         held = self.held_version(number, command.call)
         assert held >= command.version, f"{command.call} would run on version {held}, not {command.version}"
-        assert not self.all[number].making & set(command.groups), "request ids in use already"
+        self.check_keepers(number, command.groups, command.keepers)
+        asked = {(command.call, group) for group in command.groups}
+        assert not self.all[number].making & asked, "request ids in use already"
+
+    def check_keepers(self, number: int, groups: Sequence[int], keepers: Sequence[int]) -> None:
+        """Tokens that nobody keeps though others could, or that are kept where they are drawn or by who is gone."""
+        others = self.engines[self.generate] - self.gone - {number}
+        if shares_tokens(self.graph, self.job.plan):
+            assert len(keepers) == len(groups)
+            assert set(keepers) <= (others or {NOBODY})
+        else:
+            assert not keepers
+
+    def keep(self, group: int, keeper: int, oldest: int) -> None:
+        """From now on nobody but this worker keeps the tokens of a group."""
+        self.forget_kept(group)
+        if keeper != NOBODY:
+            self.all[keeper].kept[group] = oldest
+
+    def forget_kept(self, group: int) -> int | None:
+        """Nobody keeps the tokens of a group any more; returns the version of the oldest, if anybody did."""
+        found = [worker.kept.pop(group) for worker in self.all.values() if group in worker.kept]
+        return min(found, default=None)
 
     def check_evaluate(self, number: int, command: Evaluate) -> None:
         """A worker without the engine, a job without an evaluation, other weights than those asked for."""
         assert self.job.eval is not None
-        assert number in self.engines, f"worker {number} has no generation engine"
+        assert number in self.engines[self.generate], f"worker {number} has no generation engine"
+        if command.checkpoint:
+            assert command.checkpoint.endswith(f"step-{command.step:06d}")
+            assert not self.all[number].making, "groups under way on an engine that reads a checkpoint"
+            self.all[number].copies[self.generate] = command.version
         held = self.held_version(number, self.generate)
         assert held == command.version, f"the evaluation would run on version {held}, not {command.version}"
 
@@ -98,7 +145,8 @@ class Workers:
         """A call that is not for this worker, or of another version of the weights than it has."""
         call, role = self.graph.calls[command.call], self.graph.role(command.call)
         assert not isinstance(call, Generate), f"{command.call!r} is not for an engine"
-        self.check_sources(command)
+        samples = {sample for share in command.shares for sample in share}
+        self.check_sources(command.call, command.sources, samples)
         if isinstance(call, Advantage | Inference):
             assert len(command.shares) == 1
         if not isinstance(call, Inference | Train):
@@ -112,16 +160,21 @@ class Workers:
             assert step == command.step, f"{command.call} of step {command.step} on the weights of step {step}"
             assert ordinal == (trains.index(command.call) if isinstance(call, Train) else 0)
 
-    def check_sources(self, command: Execute) -> None:
-        """Every key of every sample is named once, and lies where the command says."""
-        samples = {sample for share in command.shares for sample in share}
-        wanted = {(key, sample) for key in self.graph.reads[command.call] for sample in samples}
+    def check_sources(
+        self, call: str, sources: Sequence[SampleSource], samples: set[int], *, read: bool = False
+    ) -> None:
+        """Every key of every sample is named once, and lies where the command for `call` says. read: or lay there, on
+        a worker that is gone since."""
+        wanted = {(key, sample) for key in self.graph.reads[call] for sample in samples}
         named: set[tuple[str, int]] = set()
-        for source in command.sources:
+        for source in sources:
             here = {(key, sample) for key in source.keys for sample in source.samples}
             assert not here & named
             named |= here
+            if read and source.worker in self.gone:
+                continue
+            assert source.worker not in self.gone, f"{call} would read from a worker that is gone"
             store = self.all[source.worker].store
             missing = [(key, sample) for key, sample in here if sample not in store[key]]
-            assert not missing, f"{command.call}: not on worker {source.worker}: {missing}"
+            assert not missing, f"{call}: not on worker {source.worker}: {missing}"
         assert named == wanted

@@ -3,9 +3,9 @@
 import heapq
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 
-from realgraph.graphs.graph import INPUT
+from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import Inference, Train
 from realgraph.runtime.commands.actions import (
     Action,
@@ -16,71 +16,64 @@ from realgraph.runtime.commands.actions import (
     Send,
     StepEnded,
     Tick,
+    WorkerLost,
 )
+from realgraph.runtime.job.sample_ids import group_of
 from realgraph.runtime.scheduler.scheduler import Scheduler
+from realgraph.runtime.scheduler.transitions import GroupState
 from realgraph.runtime.wire.protocol import (
     Abort,
     Command,
-    Done,
     Drop,
     EndSession,
     Evaluate,
     Execute,
     Failed,
+    Forget,
     Generated,
+    Keep,
     Load,
-    Loaded,
     Mean,
     Reallocate,
-    Sample,
     Save,
     Submit,
 )
 from tests.shapes import Shape, assert_balanced, job_of
+from tests.simulated_rollouts import SimulatedRollouts
 from tests.simulated_worker import SimulatedWorker, Workers
 
 
-@dataclass(order=True)
-class Planned:
-    """An event that is to come."""
+class Simulator(SimulatedRollouts):
+    """Runs a Scheduler to its Halt."""
 
-    time: float
-    number: int
-    event: Event = field(compare=False)
-    before: Callable[[], None] | None = field(default=None, compare=False)  # what the worker did by then
-
-
-class Simulator:
-    """Runs a Scheduler to its Halt. Random durations come from `rng`; what is kept and skipped only from the seed."""
-
-    def __init__(self, shape: Shape, rng: random.Random, scheduler: Scheduler | None = None, keep: float = 0.7) -> None:
-        self.shape, self.rng, self.keep = shape, rng, keep
-        self.job = job_of(shape)
-        self.graph = self.job.graph
-        self.frozen = shape.algorithm in ("distill", "twin")  # what generates is never trained
-        self.scheduler = scheduler or Scheduler(self.job, range(shape.n_workers), 1000, None, 5)
-        self.now = 0.0
-        self.events: list[Planned] = []
-        self.n_planned = self.n_events = 0
+    def __init__(
+        self,
+        shape: Shape,
+        rng: random.Random,
+        scheduler: Scheduler | None = None,
+        keep: float = 0.7,
+        graph: Graph | None = None,
+    ) -> None:
+        job = job_of(shape, graph=graph)
+        self.scheduler = scheduler or Scheduler(job, range(shape.n_workers), 1000, None, 5)
         state = self.scheduler.state
         self.versions = dict(state.versions)
+        super().__init__(shape, rng, Workers(job, shape.n_workers, self.versions), keep)
+        self.frozen = shape.algorithm in ("distill", "twin")  # what generates is never trained
+        self.n_events = 0
         self.step = state.step
-        self.submitted: set[int] = set()
-        self.final: dict[int, str] = {}
-        self.holding: dict[int, int] = {}  # device -> task
-        self.awaited: dict[int, set[int]] = {}  # task -> workers
         self.batches: dict[tuple[int, str], list[tuple[tuple[int, ...], ...]]] = {}
         self.actions: list[Action] = []
         self.log: list[Send] = []  # of them
         self.halt: Halt | None = None
         self.leaving: set[int] = set()  # groups dropped by a step that ends
-        self.steady = False  # durations depend on what is done, not on the order of events
         self.silent: Callable[[int, Command], bool] = lambda worker, command: False  # swallows a command
         self.history: dict[tuple[int, str], list[tuple[tuple[int, ...], ...]]] = {}  # (step, call) -> shares
         self.failing: Callable[[Command], Failed | None] = lambda command: None
-        self.contract = Workers(self.job, shape.n_workers, self.versions)
-        self.workers = self.contract.all
+        self.batched: set[int] = set()  # groups that a call on a mesh has had
         self.n_saved_busy = 0  # checkpoints while groups were in the making
+        self.orphans: set[int] = set()  # groups that workers had which are gone
+        self.evaluating: set[int] = set()  # engines that do beside other things
         self.n_evaluated_busy = 0  # evaluations that groups in the making had to wait for
 
     # --- running ------------------------------------------------------------------------------------------------------
@@ -105,6 +98,13 @@ class Simulator:
             planned.before()
         self.feed(planned.event)
 
+    def tick(self) -> None:
+        """Time passes to the deadline."""
+        deadline = self.scheduler.deadline()
+        assert deadline is not None
+        self.now = deadline
+        self.feed(Tick())
+
     def feed(self, event: Event) -> None:
         """Give the Scheduler an event now, carry out what it says, check what must be true."""
         self.n_events += 1
@@ -114,11 +114,6 @@ class Simulator:
             deadline = self.scheduler.deadline()
             assert deadline is not None, "the Scheduler waits without a deadline"
             assert deadline > self.now
-
-    def plan(self, event: Event, delay: float, before: Callable[[], None] | None = None) -> None:
-        """`event` comes after `delay` seconds."""
-        self.n_planned += 1
-        heapq.heappush(self.events, Planned(self.now + delay, self.n_planned, event, before))
 
     def take(self, actions: list[Action]) -> None:
         """Carry actions out."""
@@ -146,6 +141,7 @@ class Simulator:
 
     def command(self, number: int, command: Command) -> None:
         """A worker gets a command."""
+        assert number not in self.contract.gone, f"{command} for a worker that is gone"
         failure = self.failing(command)
         if failure is not None:
             self.plan(failure, self.rng.random())
@@ -156,13 +152,24 @@ class Simulator:
         match command:
             case Submit():
                 self.contract.check_submit(number, command)
-                self.make(number, command.groups, command.version)
+                self.begin(number, command)
+                self.make(number, command.groups, command.version, command.call)
+            case Keep():
+                self.contract.check_keepers(number, command.groups, command.keepers)
+                for group, keeper in zip(command.groups, command.keepers, strict=True):
+                    self.contract.keep(group, keeper, self.oldest[group])
+            case Forget():
+                worker.kept = {one: oldest for one, oldest in worker.kept.items() if self.maker[one] != command.worker}
             case Load():
-                self.make(number, command.groups, 0)
+                self.make(number, command.groups, 0, "")
             case Execute():
                 self.execute(number, command)
             case Reallocate():
                 self.contract.check_reallocate(number, command)
+                self.check_drained(command.call)
+                assert not set(command.receivers) & self.evaluating, "new weights for an engine that evaluates"
+                if command.call == self.contract.generate and self.shape.kept:
+                    self.early[command.task] = set(command.owners) - set(command.receivers)
                 self.answer(
                     number, command.task, command.call, lambda: worker.copies.update({command.call: command.version})
                 )
@@ -176,11 +183,19 @@ class Simulator:
                 assert not worker.making, "a session that goes on"
                 self.contract.give_up(number, command.call)
             case Abort():
-                worker.making.difference_update(command.groups)  # what is on its way still arrives
+                self.abort(number, set(command.groups), self.scheduler._ledger.live)
             case Save():
                 assert not self.holding, "a checkpoint while a call runs"
                 self.n_saved_busy += any(other.making for other in self.workers.values())
                 self.answer(number, command.task, "", None)
+            case Evaluate(beside=True):
+                self.contract.check_evaluate(number, command)
+                assert command.version == command.step * self.trains_of_generator
+                self.evaluating.add(number)
+                reward = Mean(self.seconds(f"evaluation {command.step} {number}"))
+                self.answer(
+                    number, command.task, "evaluate", lambda: self.evaluating.discard(number), {"reward": reward}
+                )
             case Evaluate():
                 self.contract.check_evaluate(number, command)
                 assert command.step == self.step, "an evaluation inside a step"
@@ -191,46 +206,30 @@ class Simulator:
                 seconds = self.answer(number, command.task, "evaluate", None, {"reward": reward})
                 self.stand_still(number, seconds)
 
-    def hold(self, device: int, task: int) -> None:
-        """A mesh-holding task takes a device."""
-        assert self.holding.get(device, task) == task, f"tasks {task} and {self.holding[device]} meet on {device}"
-        self.holding[device] = task
-
-    def answer(
-        self,
-        number: int,
-        task: int,
-        call: str,
-        before: Callable[[], None] | None,
-        metrics: dict[str, Mean] | None = None,
-        kept: dict[int, bool] | None = None,
-        step: int = 0,
-    ) -> float:
-        """`Done` after a random while, which is returned."""
-        self.awaited.setdefault(task, set()).add(number)
-
-        def ended() -> None:
-            self.awaited[task].discard(number)
-            if self.holding.get(number) == task:
-                self.holding[number] = -task - 1  # free only when the whole mesh is
-            if not self.awaited[task]:
-                for device in [d for d, t in self.holding.items() if t in (task, -task - 1)]:
-                    del self.holding[device]
-            if before is not None:
-                before()
-
-        state = {"coef": float(step + 1)} if call == "advantage" else {}
-        done = Done(number, task, call, metrics or {}, state, kept or {}, self.now, self.now + 1)
-        seconds = self.seconds(f"{call} {step} {number}")
-        self.plan(done, seconds, ended)
-        return seconds
-
-    def stand_still(self, number: int, seconds: float) -> None:
-        """Delay what this worker is making."""
-        for planned in self.events:
-            if isinstance(planned.event, Generated) and planned.event.worker == number:
-                planned.time += seconds
-        heapq.heapify(self.events)
+    def lose(self, number: int, reason: str = "was killed") -> None:
+        """A worker is gone with all that it has, and the Scheduler is told."""
+        worker = self.workers[number]
+        self.contract.gone.add(number)
+        self.lose_answers(number)
+        self.orphans |= worker.groups()
+        gone = worker.groups() | {group for _, group in worker.making}
+        self.submitted = {(call, group) for call, group in self.submitted if group not in gone}
+        worker.store.clear()
+        worker.making.clear()
+        worker.kept.clear()
+        ledger = self.scheduler._ledger
+        keepers = {one.id: one.keeper for one in ledger.live.values() if one.owner == number}
+        devices = self.scheduler._devices
+        others = set(devices.engines.heads) - devices.engines.resting - {number}
+        able = {one: devices.generator_version(one) for one in others}
+        unbatched = {one.id: one.age_version for one in ledger.unbatched(number)}
+        self.evaluating.discard(number)
+        self.feed(WorkerLost(number, reason))
+        live = ledger.live
+        for group, keeper in keepers.items() if self.halt is None else ():
+            kept = group in unbatched and able.get(keeper, -1) >= unbatched[group]
+            assert not kept or live[group].owner == keeper, "a group is not where its tokens are"
+        self.batched -= {group for group in live if live[group].state is not GroupState.BATCHED}
 
     @property
     def trains_of_generator(self) -> int:
@@ -238,104 +237,61 @@ class Simulator:
         generate = self.contract.generate
         return len(self.contract.trains.get(self.graph.role(generate), ())) if generate else 0
 
-    def make(self, number: int, groups: tuple[int, ...], version: int) -> None:
-        """Generate or load groups; they come back in random batches."""
-        for group in groups:
-            assert group not in self.submitted, f"group {group} was handed out twice"
-            self.submitted.add(group)
-        self.workers[number].making.update(groups)
-        left = list(groups)
-        rng = random.Random(f"{self.shape.seed} {groups}") if self.steady else self.rng
-        rng.shuffle(left)
-        while left:
-            size = rng.randint(1, len(left))
-            part, left = left[:size], left[size:]
-            self.plan_groups(number, part, version)
-
-    def plan_groups(self, number: int, part: list[int], version: int) -> None:
-        worker, n = self.workers[number], self.graph.samples_per_group
-        good = tuple(group for group in part if self.shape.lot(group, "skip") >= 0.05)
-        skipped = tuple(group for group in part if group not in good)
-        samples = []
-        for group in good:
-            for index in range(n):
-                length = self.shape.length(group * n + index)
-                samples.append(Sample(group * n + index, length, length // 2, oldest=version))
-        self.rng.shuffle(samples)
-
-        def made() -> None:
-            for group in part:
-                worker.making.discard(group)
-            for group in skipped:
-                self.discard(group)
-            for key in self.graph.keys.values():
-                if key.producer in (INPUT, "rollout"):
-                    worker.store[key.name].update(sample.sample for sample in samples)
-
-        ready = tuple(samples)
-        if "rollout" in self.graph.calls:
-            event: Event = Generated(
-                number, "rollout", good, ready, {"len": Mean(1.0)}, skipped, self.now, self.now + 1
-            )
-        else:
-            event = Loaded(number, good, ready, skipped)
-        slow = 10 if self.shape.lot(min(part), "slow") < self.shape.slow else 1
-        self.plan(event, 3 * slow * self.seconds(f"groups {part}"), made)
-
-    def seconds(self, what: str) -> float:
-        """The time that a worker takes."""
-        rng = random.Random(f"{self.shape.seed} {what}") if self.steady else self.rng
-        return rng.expovariate(1.0)
-
-    def discard(self, group: int) -> None:
-        assert group not in self.final
-        self.final[group] = "discarded"
-
     def execute(self, number: int, command: Execute) -> None:
         """Check that a call may run on this worker, and answer later."""
-        call, n = self.graph.calls[command.call], self.graph.samples_per_group
+        call = self.graph.calls[command.call]
         samples = {sample for share in command.shares for sample in share}
         self.contract.check_execute(number, command)
         if isinstance(call, Inference | Train):
             self.hold(number, command.task)
             self.check_mesh_call(number, command)
-        kept: dict[int, bool] = {}
+            for name in self.contract.trained_in_place(command.call) if isinstance(call, Train) else ():
+                self.check_drained(name)
+        left_out: dict[int, tuple[int, ...]] = {}
         if "keep" in self.graph.writes[command.call]:
-            kept = {group: self.shape.lot(group, "keep") < self.keep for group in {sample // n for sample in samples}}
+            left_out = {group: self.left_out(group) for group in {group_of(sample) for sample in samples}}
         for sample in samples:
-            assert self.final.get(sample // n) in (None, "discarded"), "a call on a group that is finished"
+            assert self.final.get(group_of(sample)) in (None, "discarded"), "a call on a group that is finished"
 
         def ended() -> None:
-            self.contract.check_sources(command)  # nothing was dropped while the call read it
+            self.contract.check_sources(command.call, command.sources, samples, read=True)  # nothing was dropped
             for key in self.graph.writes[command.call]:
                 self.workers[number].store[key].update(samples)
-            for group, keep in kept.items():
-                if not keep:
+            for group, gone in left_out.items():
+                if self.graph.samples_per_group - len(gone) < self.graph.least_samples:
                     self.discard(group)
             if isinstance(call, Inference):
                 self.contract.give_up(number, command.call)
             if isinstance(call, Train) and not self.awaited[command.task]:
                 self.versions[call.model] += 1
 
-        self.answer(number, command.task, command.call, ended, {"n": Mean(float(len(samples)))}, kept, command.step)
+        self.answer(number, command.task, command.call, ended, {"n": Mean(float(len(samples)))}, left_out, command.step)
 
     def check_mesh_call(self, number: int, command: Execute) -> None:
-        if self.shape.kept == 0 and not self.frozen:
+        if self.shape.kept == 0 and not self.frozen and len(self.graph.generates) < 2:
             assert not self.workers[number].making, "a call on a device that still generates"
         self.batches.setdefault((command.step, command.call), []).append(command.shares)
+        self.batched.update(group_of(sample) for share in command.shares for sample in share)
         assert all(share == tuple(sorted(share)) for share in command.shares)
 
     def drop(self, worker: SimulatedWorker, group: int) -> None:
         """The worker forgets a group: it was left out, or its step is about to end."""
+        if self.contract.layouts.keys() - set(self.graph.generates) and group not in self.batched | self.final.keys():
+            assert self.shape.overdue == "drop" or self.shape.begun > 1, f"group {group} was dropped, but never trained"
+            self.final[group] = "discarded"
         if self.final.setdefault(group, "trained") == "trained":
             self.leaving.add(group)
-        worker.forget(group, self.graph.samples_per_group)
+        worker.forget(group)
+        self.contract.forget_kept(group)
 
     def check_stores(self) -> None:
         """Nothing is held at the end of groups that are finished, but for those a function still works on."""
-        n, leaving = self.graph.samples_per_group, self.scheduler._collection._leaving
-        for worker in self.workers.values():
-            assert not {group for group in worker.groups(n) if group in self.final} - set(leaving)
+        leaving = set(self.scheduler._collection._leaving)
+        for planned in self.events:  # an answer and its abort, on their ways
+            leaving |= set(planned.event.groups) if isinstance(planned.event, Generated) else set()
+        for worker in (worker for number, worker in self.workers.items() if number not in self.contract.gone):
+            assert not worker.kept.keys() & self.final.keys(), "tokens that nobody needs"
+            assert not {group for group in worker.groups() if group in self.final} - leaving
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -355,29 +311,27 @@ class Simulator:
             assert all(len(share) == cuts for share in shares)
             samples = sorted(sample for share in shares for part in share for sample in part)
             whole = samples[:: epochs * tp]
+            if self.graph.works_on_data(name):
+                assert [group_of(sample) for sample in whole] == sorted({group_of(sample) for sample in samples})
+                sizes = [sum(map(len, share)) for share in shares]
+                assert len(whole) == self.shape.groups and (cuts > 1 or max(sizes) - min(sizes) <= 1)
+                continue
             if cuts == 1:
                 pairs = name == "train" and self.shape.algorithm == "dpo"
-                dp = self.job.plan.allocations[name].layout.dp
-                assert_balanced(self.shape, {share[0] for share in shares}, dp, n if pairs else 1)
+                dp, sampler = self.job.plan.allocations[name].layout.dp, self.graph.sampler(name)
+                later = "" if sampler == self.contract.generate else sampler
+                length = partial(self.shape.length, later=later)
+                assert_balanced(length, {share[0] for share in shares}, dp, n if pairs else 1)
             assert samples == sorted(whole * (epochs * tp))
             batches.append(tuple(whole))
         assert len(set(batches)) <= 1
-        trained = {sample // n for sample in batches[0]} if batches else set(self.leaving)
+        trained = {group_of(sample) for sample in batches[0]} if batches else set(self.leaving)
         assert len(trained) == self.shape.groups
-        for group in self.leaving - trained:
-            assert self.shape.overdue == "drop", f"group {group} was dropped, but neither trained nor filtered out"
-            self.final[group] = "discarded"
-        assert trained <= self.leaving
+        assert self.leaving <= trained <= self.leaving | self.orphans
+        self.final |= dict.fromkeys(trained, "trained")
         if batches:
-            assert batches[0] == tuple(group * n + index for group in sorted(trained) for index in range(n))
+            assert batches[0] == tuple(sample for group in sorted(trained) for sample in self.left(group))
         self.leaving.clear()
-
-    def tick(self) -> None:
-        """Time passes to the deadline."""
-        deadline = self.scheduler.deadline()
-        assert deadline is not None
-        self.now = deadline
-        self.feed(Tick())
 
 
 def ended_steps(simulator: Simulator) -> list[StepEnded]:

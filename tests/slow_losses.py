@@ -32,6 +32,9 @@ TERMS: dict[str, Term] = {
     "truncated": maths.PolicyGradient(off_policy=maths.Truncated(1.2)),
     "decoupled": maths.PolicyGradient(off_policy=maths.Decoupled(1.3)),
     "decoupled_clamp": maths.PolicyGradient(off_policy=maths.Decoupled(1.3, "clamp")),
+    "masked": maths.PolicyGradient(off_policy=maths.Masked(0.8, 1.3)),
+    "masked_samples": maths.PolicyGradient(off_policy=maths.Masked(0.95, 1.05, "sequence")),
+    "gspo_masked": maths.PolicyGradient(ratio="sequence", off_policy=maths.Masked(0.95, 1.05)),
     "gspo_decoupled": maths.PolicyGradient(ratio="sequence", off_policy=maths.Decoupled(1.3)),
     "reinforce_truncated": maths.PolicyGradient(ratio="none", off_policy=maths.Truncated(1.2)),
     "kl_k1": maths.KL("ref_logprobs", "k1", 0.3),
@@ -131,7 +134,7 @@ def slow_policy(term: maths.PolicyGradient, at: Callable[[str, int], float], tok
     anchor = "behaviour_logprobs" if ignore else "proximal_logprobs"
     over = tokens if term.ratio == "sequence" else [t]
 
-    def gap(a: str, b: str) -> float:
+    def gap(a: str, b: str, over: list[int] = over) -> float:
         return math.exp(sum(at(a, u) - at(b, u) for u in over) / len(over))
 
     weight = 1.0 if ignore else gap("proximal_logprobs", "behaviour_logprobs")
@@ -140,6 +143,9 @@ def slow_policy(term: maths.PolicyGradient, at: Callable[[str, int], float], tok
             weight = min(weight, cap)
         case maths.Decoupled(cap=cap):
             weight = weight if weight <= cap else 0.0
+        case maths.Masked(low=low, high=high, level=level):
+            judged = gap("proximal_logprobs", "behaviour_logprobs", tokens) if level == "sequence" else weight
+            weight = weight if low <= judged <= high else 0.0
         case maths.Ignore():
             pass
     a, ratio = at("advantages", t), gap("logprobs", anchor)

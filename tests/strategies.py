@@ -105,6 +105,11 @@ def sft_tree() -> Tree:
     }
 
 
+def sft_beside(**terms: Tree) -> Tree:
+    """A train call of the actor on each row's own sequence, beside what is sampled."""
+    return {"kind": "train", "model": "actor", "samples": "data", "loss": {"terms": terms or {"cross_entropy": {}}}}
+
+
 def dpo_tree() -> Tree:
     """Direct preference optimisation on pairs of the data."""
     tree = change(sft_tree(), {"name": "dpo", "models.ref": {"init": "actor"}})
@@ -125,7 +130,70 @@ def reward_model_tree() -> Tree:
     return change(sft_tree(), {"name": "rm", "models.actor.head": "score", "calls.train.loss": loss})
 
 
+def judge_tree(n: int = 4) -> Tree:
+    """An actor, its greedy responses as a baseline, and a frozen judge that reads each sample."""
+    return {
+        "name": "judge",
+        "inputs": {"prompt": "group tokens", "answer": "group text"},
+        "models": {"actor": {"trainable": True, "path": "models/actor"}, "judge": {"path": "models/judge"}},
+        "calls": {
+            "rollout": {"kind": "generate", "model": "actor", "n": n},
+            "greedy": {"kind": "generate", "model": "actor", "temperature": 0.0},
+            "ask": _function(reads={"text": "rollout.text"}, writes={"question": "sample text"}),
+            "judge": {"kind": "generate", "model": "judge", "reads": ["question"], "temperature": 0.0},
+            "reward": _function(reads={"text": "judge.text"}, writes={"reward": "sample float32"}),
+            "baseline": _function(
+                reads={"text": "greedy.text", "answer": "answer"}, over="group", writes={"baseline": "group float32"}
+            ),
+            "advantage": {
+                "kind": "advantage",
+                "reads": ["reward"],
+                "steps": {"center": {"by": "key", "key": "baseline"}, "return": {}},
+            },
+            "train": {
+                "kind": "train",
+                "model": "actor",
+                "samples": "rollout",
+                "loss": {"terms": {"policy": {"kind": "policy_gradient", "off_policy": {"kind": "decoupled"}}}},
+            },
+        },
+    }
+
+
+def debate_tree(n: int = 4) -> Tree:
+    """Two trained actors: the second answers the first, and each is trained on its own samples."""
+    reward = "sample float32"
+    policy = {"terms": {"policy": {"kind": "policy_gradient", "advantage": "pro_advantages"}}}
+    return {
+        "name": "debate",
+        "inputs": {"prompt": "group tokens"},
+        "models": {"pro": {"trainable": True, "path": "models/pro"}, "con": {"trainable": True, "path": "models/con"}},
+        "calls": {
+            "first": {"kind": "generate", "model": "pro", "n": n},
+            "ask": _function(reads={"text": "first.text"}, writes={"question": "sample text"}),
+            "second": {"kind": "generate", "model": "con", "reads": ["question"]},
+            "score": _function(
+                reads={"one": "first.text", "other": "second.text"}, writes={"pro_reward": reward, "con_reward": reward}
+            ),
+            "pro_gain": {"kind": "advantage", "reads": ["pro_reward"], "writes": ["pro_advantages"], "steps": {}},
+            "con_gain": {"kind": "advantage", "reads": ["con_reward"], "writes": ["con_advantages"], "steps": {}},
+            "pro_train": {"kind": "train", "model": "pro", "loss": policy},
+            "con_train": {
+                "kind": "train",
+                "model": "con",
+                "loss": {"terms": {"policy": {"kind": "policy_gradient", "advantage": "con_advantages"}}},
+            },
+        },
+    }
+
+
+def _function(**fields: Any) -> Tree:
+    return {"kind": "function", "fn": "m:f"} | fields
+
+
 TREES: dict[str, Callable[[], Tree]] = {
+    "judge_tree": judge_tree,
+    "debate_tree": debate_tree,
     "rl_tree": rl_tree,
     "sft_tree": sft_tree,
     "dpo_tree": dpo_tree,
@@ -169,7 +237,7 @@ def _rl_algorithms(draw: st.DrawFn) -> Tree:
     policy = calls["train"]["loss"]["terms"]["policy"]
     policy["ratio"] = draw(st.sampled_from(["token", "sequence", "none"]))
     policy["clip"] = draw(st.sampled_from([{"kind": "none"}, {"kind": "two_sided"}, {"kind": "stop_gradient"}]))
-    policy["off_policy"] = {"kind": draw(st.sampled_from(["truncated", "decoupled"]))}
+    policy["off_policy"] = {"kind": draw(st.sampled_from(["truncated", "decoupled", "masked"]))}
     if draw(st.booleans()):
         calls["train"]["loss"]["terms"]["entropy"] = {"coef": 0.01}
     return tree
@@ -180,18 +248,21 @@ def _extras(draw: st.DrawFn, tree: Tree, filters: bool = True) -> Tree:
     """The graph with random functions and inferences hung on its keys, and its calls in a random file order."""
     tree = copy.deepcopy(tree)
     keys = [key for key, text in tree["inputs"].items() if text.startswith("group")]
-    keys += ["text", "finished"] if "rollout" in tree["calls"] else []
+    generates = [name for name, call in tree["calls"].items() if call["kind"] == "generate"]
+    keys += ["text", "finished"] if len(generates) == 1 else [f"{name}.text" for name in generates]
     early = set(keys)  # there before a batch is made
     for i in range(draw(st.integers(0, 5))):
         reads = draw(st.lists(st.sampled_from(keys), max_size=4, unique=True)) if keys else []
         text = draw(st.sampled_from(_FLOAT_KEYS))
         over = draw(st.sampled_from(["group", "batch"] if text.startswith("group") else ["sample", "group", "batch"]))
         in_time = over != "batch" and early.issuperset(reads)
-        keeps = filters and in_time and over == "group" and "keep" not in keys
-        writes = {f"key_{i}": text} | ({"keep": "group bool"} if keeps else {})
+        keeps = filters and in_time and "keep" not in keys
+        of = draw(st.sampled_from(["group", "sample"])) if over == "group" else "sample"
+        writes = {f"key_{i}": text} | ({"keep": f"{of} bool"} if keeps else {})
         keys += writes
         early |= set(writes) if in_time else set()
-        tree["calls"][f"extra_{i}"] = {"kind": "function", "fn": "m:f", "reads": reads, "writes": writes, "over": over}
+        words = {key.replace(".", "_"): key for key in reads} if len(generates) > 1 else reads
+        tree["calls"][f"extra_{i}"] = {"kind": "function", "fn": "m:f", "reads": words, "writes": writes, "over": over}
     for i in range(draw(st.integers(0, 2))):
         head, output = draw(st.sampled_from([("lm", "logprobs"), ("value", "values"), ("score", "scores")]))
         tree["models"][f"judge_{i}"] = {"path": f"models/judge_{i}", "head": head}
@@ -203,7 +274,9 @@ def _extras(draw: st.DrawFn, tree: Tree, filters: bool = True) -> Tree:
 
 def trees() -> st.SearchStrategy[Tree]:
     """Random valid graphs."""
-    fixed = st.sampled_from([sft_tree(), dpo_tree(), online_dpo_tree(), reward_model_tree()])
+    fixed = st.sampled_from(
+        [sft_tree(), dpo_tree(), online_dpo_tree(), reward_model_tree(), judge_tree(), judge_tree(1), debate_tree()]
+    )
     return st.one_of(_rl_algorithms(), _rl_algorithms(), fixed).flatmap(_extras)
 
 
@@ -224,10 +297,6 @@ class Break(msgspec.Struct, frozen=True):
     base: Callable[[], Tree] = rl_tree
 
 
-def _function(**fields: Any) -> Tree:
-    return {"kind": "function", "fn": "m:f"} | fields
-
-
 BREAKS: dict[str, Break] = {
     "no_calls": Break({"calls": {}, "models": {}}),
     "switch_problems": Break({"models.ref.when": "false"}),
@@ -238,7 +307,23 @@ BREAKS: dict[str, Break] = {
     "cycle": Break({"calls.reward.reads": ["text", "advantages"]}),
     "key_type": Break({"calls.reward.writes.reward": "sample text"}),
     "key_meaning": Break({"calls.train.loss.terms.kl.to": "values"}),
-    "keep_type": Break({"calls.filter": _function(over="group", reads=["reward"], writes={"keep": "sample bool"})}),
+    "keep_type": Break({"calls.filter": _function(over="group", reads=["reward"], writes={"keep": "sample int32"})}),
+    "late_prompt": Break({"calls.ask.over": "batch"}, base=judge_tree),
+    "leading_prompt": Break(
+        {
+            "calls.rollout.reads": ["made"],
+            "calls.greedy": DELETE,
+            "calls.baseline": DELETE,
+            "calls.advantage.steps.center": DELETE,
+            "calls.make": _function(reads=["prompt"], over="group", writes={"made": "group tokens"}),
+        },
+        base=judge_tree,
+    ),
+    "later_samples": Break({"calls.judge.n": 2}, base=judge_tree),
+    "unknown_samples": Break({"calls.train.samples": "rollouts"}, base=judge_tree),
+    "ambiguous_samples": Break({"calls.train.samples": DELETE}, base=judge_tree),
+    "data_sequences": Break({"calls.sft": sft_beside(cross_entropy={"key": "advantages"})}),
+    "mixed_samples": Break({"calls.con_gain.samples": "first"}, base=debate_tree),
     "input_shape": Break({"inputs.score": "sample float32"}),
     "call_shape": Break({"calls.ref_logp.writes": ["ref_logprobs", "more"]}),
     "unknown_role": Break({"calls.ref_logp.model": "reff"}),
@@ -266,6 +351,9 @@ BREAKS: dict[str, Break] = {
     "function_level": Break({"calls.filter": _function(reads=["reward"], writes={"share": "group float32"})}),
     "function_environment": Break({"calls.reward.env": ["JUDGE_KEY=secret"]}),
     "function_ids": Break({"calls.reward.ids": ["answer"]}),
+    "few_samples": Break(
+        {"calls.filter": _function(reads=["reward"], writes={"keep": "sample bool"}) | {"min_samples": 99}}
+    ),
     "group_of_one": Break({"calls.rollout.n": 1, "calls.advantage.steps.center.by": "group"}),
     "two_returns": Break({"calls.advantage.steps.return": {}}),
     "reward_after_return": Break({"calls.advantage.steps.kl_penalty": {"to": "ref_logprobs"}}),
@@ -297,5 +385,7 @@ BREAKS: dict[str, Break] = {
     "small_data": Break(facts=Facts(n_rows=10, groups=64)),
     "uneven_minibatches": Break({"calls.train.minibatches": 7}, Facts(groups=64)),
     "stale_uncorrected": Break({"calls.train.loss.terms.policy.off_policy": {"kind": "ignore"}}, Facts(staleness=2)),
+    "empty_mask": Break({"calls.train.loss.terms.policy.off_policy": {"kind": "masked", "low": 2.0}}),
     "stale_without_cause": Break(facts=Facts(staleness=1), base=sft_tree),
+    "surplus_without_cause": Break(facts=Facts(surplus=16), base=sft_tree),
 }

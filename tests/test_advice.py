@@ -32,6 +32,16 @@ def test_masked_tokens_are_told_once_with_what_helps() -> None:
     assert list(advice.look({"train/overdue": 0.9})) == []
 
 
+def test_the_note_about_masked_tokens_names_the_bound_and_the_concurrency_that_fix_it() -> None:
+    """And says nothing of what it does not know."""
+    metrics = {"train/overdue": 0.3, "staleness/p95": 5.0, "rollout/running": 48.0}
+    (text,) = Advice().look(metrics)
+    assert "raise `staleness` to 5, which 95% of this step's groups would keep" in text
+    assert "set `rollout.max_running` below the 48 sequences that ran at once" in text
+    (text,) = Advice().look({"train/overdue": 0.3})
+    assert "`max_running`" not in text and "raise `staleness`, or" in text
+
+
 def test_a_step_that_was_not_taken_is_told_with_its_reason() -> None:
     advice = Advice()
     (text, _) = advice.look({"again/empty_steps": 2.0, "again/overdue": 1.0})

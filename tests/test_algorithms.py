@@ -153,7 +153,7 @@ def test_a_step_and_a_term_of_ones_own(home: Path) -> None:
     assert abs(mine["train/more_loss"]) > 1e-4
 
 
-HELD: dict[str, Any] = {"params": {"kl_coef": 0.05}, "runtime": {"verify_weights": True}}
+HELD: dict[str, Any] = {"params": {"kl_coef": 0.05}, "runtime": {"verify_weights": 1}}
 FOLLOWING: dict[str, Any] = {**HELD, "models": {"ref": {"ema_rate": 0.5}}}
 
 
@@ -239,7 +239,7 @@ def test_a_run_that_only_generates_writes_every_sample(home: Path, scored: bool)
     folder = ran(home, name, {"graph": "generate", "steps": 2, "params": params, "data": data})
     files = sorted((folder / "samples").iterdir())
     lines = sorted((json.loads(line) for file in files for line in file.read_text().splitlines()), key=_sample)
-    assert [line["sample"] for line in lines] == list(range(2 * 8 * 2))
+    assert [_sample(line) for line in lines] == [(group, place) for group in range(2 * 8) for place in range(2)]
     rows = [json.loads(line) for line in (home / "train.jsonl").read_text().splitlines()]
     for line in lines:
         assert line["prompt"] == rows[line["group"]]["prompt"]
@@ -254,8 +254,8 @@ def test_a_run_that_only_generates_writes_every_sample(home: Path, scored: bool)
         assert sum(line["reward"] for line in lines) / len(lines) == pytest.approx(sum(means) / 2, rel=1e-5)
 
 
-def _sample(line: dict[str, Any]) -> int:
-    return int(line["sample"])
+def _sample(line: dict[str, Any]) -> tuple[int, int]:
+    return int(line["group"]), int(line["sample"])
 
 
 def test_a_step_of_grpo_is_what_the_formula_says(home: Path) -> None:

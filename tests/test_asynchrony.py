@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.audit import judge_run
 from tests.runs import finish, home, merged, records, start, write_run
+from tests.traces import processes_at
 
 pytest.importorskip("torch")
 __all__ = ["home"]
@@ -36,10 +38,11 @@ def select(reward: list[float]) -> list[float]:
 APART = {"train": {"first": 0, "devices": 1}, "rollout": {"first": 1, "devices": 1}}
 BASE: dict[str, Any] = {
     "steps": STEPS,
+    "outputs": {"audit": True},
     "staleness": 1,
     "batch": {"max_new_tokens": 32},
     "data": {"shuffle": False},
-    "runtime": {"function_processes": 6},
+    "runtime": {"function_processes": 6, "verify_weights": 1},
     "calls": {"reward": {"fn": "slow:score", "timeout_seconds": 60}},
 }
 GRPO = merged(BASE, {"graph": "grpo", "params": {"group_size": 4, "lr": 3.0e-3}})
@@ -50,11 +53,16 @@ RAFT = merged(
     {"graph": "raft", "params": {"group_size": 4, "lr": 3.0e-3}, "allocation": APART},
     {"calls": {"select": {"fn": "slow:select", "args": None}}},
 )
+DROP, WAIT, ALLOW = ({"overdue": policy} for policy in ("drop", "wait", "allow"))
 RUNS: dict[str, dict[str, Any]] = {
     "twice": merged(GRPO, AGAIN),
     "raft": RAFT,
-    "drop": merged(GRPO, {"overdue": "drop", "allocation": APART}),
-    "wait": merged(GRPO, {"overdue": "wait"}),
+    "drop": merged(GRPO, DROP, {"allocation": APART}),
+    "drop_twice": merged(GRPO, AGAIN, DROP),
+    "wait": merged(GRPO, WAIT),
+    "wait_twice": merged(GRPO, AGAIN, WAIT, {"allocation": APART}),
+    "allow": merged(GRPO, ALLOW),
+    "allow_twice": merged(GRPO, AGAIN, ALLOW),
 }
 AGES = {"twice": 3, "raft": 4}
 _done: dict[str, list[dict[str, Any]]] = {}
@@ -64,7 +72,7 @@ def steps_of(home: Path, name: str) -> list[dict[str, Any]]:
     """The records of a run's steps; each is run once."""
     if name not in _done:
         (home / "slow.py").write_text(SLOW)
-        args = {"run": name, "steps": AGES.get(name, 3), "seconds": 2.0 if name == "wait" else 40.0}
+        args = {"run": name, "steps": AGES.get(name, 3), "seconds": 1.0 if name.startswith("wait") else 40.0}
         finish(home, "run", str(write_run(home, name, RUNS[name], {"calls": {"reward": {"args": args}}})), name=name)
         _done[name] = records(home / name)
     return _done[name]
@@ -81,7 +89,7 @@ def test_tokens_beyond_the_bound_are_masked_in_every_loss_and_no_others(home: Pa
             assert (step[f"{call}/grad_norm"] > 0) == (step[f"{call}/overdue"] < 1)
     assert sum(step["train/overdue"] < 0.5 for step in steps) > STEPS / 2
     # the generator reads the trained weights in place in the one run, and a copy of them in the other
-    update = "again/update_gap" if name == "twice" else "reallocate/update_gap"
+    update = "again/update_gap" if name == "twice" else "train/update_gap"
     assert any(0 < step.get(update, 0.0) < 1e-3 for step in steps)
 
 
@@ -96,6 +104,64 @@ def test_batches_wait_for_groups_that_would_be_overdue(home: Path) -> None:
     assert max(record["metrics"]["staleness/max"] for record in found) == 1
     scored = [float(line) for line in (home / "wait-scored").read_text().split()]
     assert max(scored[:4]) < found[1]["time"]  # the late group of step 0 is of version 0
+
+
+# --- what every loss has used -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_audit_shows_the_bound_in_every_loss(home: Path, name: str) -> None:
+    """By what the trainers wrote of their losses, and not by what the scheduler meant: under `allow` it shows no bound.
+
+    The share of older tokens, which losses have left out, is that of the metrics.
+    """
+    steps = steps_of(home, name)
+    found = judge_run(home / name)
+    assert found.problems == ()
+    calls = ("train", "again") if "twice" in name else ("train",)
+    assert set(found.ages) == set(calls)
+    for call in calls:
+        assert max(found.ages[call]) > 1 if "allow" in name else max(found.ages[call]) == 1, found.ages
+        n_old = sum(n for age, n in found.left_out[call].items() if age > 1)
+        assert (n_old > 0) == (name in ("twice", "raft")) or "allow" in name
+        if name in ("twice", "raft"):
+            shares = [step["metrics"][f"{call}/overdue"] for step in steps]
+            n_tokens = [step["metrics"]["batch/new_tokens"] for step in steps]
+            masked = sum(share * n for share, n in zip(shares, n_tokens, strict=True))
+            assert n_old == pytest.approx(masked)
+
+
+LATER = '''
+from dataclasses import replace
+
+def later(batch, outputs):
+    """A loss term of 0 that takes the trainer's age bound away from the next mini-batch on."""
+    from realgraph.runtime.train.passes import ModelPasses
+
+    fresh = ModelPasses._fresh
+
+    def late(passes, *rest):
+        passes.settings = replace(passes.settings, max_age=99)
+        return fresh(passes, *rest)
+
+    if fresh.__name__ != "late":
+        ModelPasses._fresh = late
+    return outputs.logprobs * 0.0
+'''
+
+
+def test_the_audit_names_the_samples_of_a_trainer_with_another_bound(home: Path) -> None:
+    """The scheduler knows nothing of it, and no metric tells: only the tokens of the loss do."""
+    (home / "slow.py").write_text(SLOW)
+    (home / "later.py").write_text(LATER)
+    terms = {"later": {"kind": "apply", "fn": "later:later"}}
+    args = {"run": "later", "steps": 3, "seconds": 40.0}
+    calls = {"reward": {"args": args}, "train": {"loss": {"terms": terms}}}
+    finish(home, "run", str(write_run(home, "later", GRPO, {"calls": calls})), name="later")
+    found = judge_run(home / "later")
+    assert found.problems and max(found.ages["train"]) >= 2
+    for problem in found.problems:
+        assert re.fullmatch(r"train of step \d: \d+ tokens of sample \d+ are [2-9] steps old, 1 are allowed", problem)
 
 
 # --- weight updates that fail -----------------------------------------------------------------------------------------
@@ -120,8 +186,11 @@ def spoil(batch, outputs, run, how):
 
         @contextmanager
         def wrong(engine):
+            """What others read is no longer what is trained."""
+            for parameter in engine.model.parameters():
+                parameter.data = parameter.data * 1.2
             with held_parts(engine) as parts:
-                yield {name: part._replace(values=part.values * 1.2) for name, part in parts.items()}
+                yield parts
 
         if how == "send":
             TorchTrainEngine.held_parts = wrong
@@ -132,7 +201,7 @@ def spoil(batch, outputs, run, how):
 SHARDED = {"train": {"sharding": "fsdp", "devices": 2}}
 FAILED: dict[str, tuple[str, dict[str, Any]]] = {
     "late_send": ("send", merged(GRPO, {"staleness": 2, "allocation": APART})),
-    "late_load": ("load", merged(GRPO, {"allocation": SHARDED})),
+    "late_load": ("load", merged(GRPO, {"allocation": SHARDED, "runtime": {"verify_weights": 0}})),  # or that finds it
     "raft_send": ("send", merged(RAFT, {"staleness": 0})),
     "grpo_send": ("send", merged(GRPO, {"staleness": 0, "allocation": APART})),
 }
@@ -150,8 +219,12 @@ def test_a_weight_update_that_fails_later_stops_the_run_with_both_figures(home: 
     (home / f"{name}-break").touch()
     assert run.wait() == 3
     (line,) = (line for line in run.output().splitlines() if line.startswith("error: "))
-    where = "in step" if name == "grpo_send" else "after the weight update of step"
-    call = "train" if name == "grpo_send" else "rollout"
+    where = {"late": "(?:in|after the weight update of) step", "grpo": "in step"}.get(
+        name[:4], "after the weight update of step"
+    )
+    call = (
+        "train" if name in ("grpo_send", "late_send", "late_load") else "rollout"
+    )  # a stream's trainer looks before it trains
     gap = r"the generator's log-probabilities are (\S+) nats away from the trainer's on average, 0\.001 are allowed"
     found = re.search(rf"call '{call}', worker [01]: {where} (\d+) {gap}", line)
     assert found, line
@@ -161,4 +234,50 @@ def test_a_weight_update_that_fails_later_stops_the_run_with_both_figures(home: 
         gaps = [value for metric, value in record["metrics"].items() if metric.endswith("_gap")]
         assert all(value < 0.001 for value in gaps)
     if name != "grpo_send":
-        assert any("reallocate/update_gap" in record["metrics"] for record in records(home / name))
+        update = "train/update_gap" if name.startswith("late") else "reallocate/update_gap"
+        assert any(update in record["metrics"] for record in records(home / name))
+
+
+# --- workers that end in an update ------------------------------------------------------------------------------------
+
+ENDED = '''
+import os, signal
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+def spoil(batch, outputs, run):
+    """A loss term of 0 after which a worker is killed as soon as new weights are there to be read."""
+    if (HERE / f"{run}-break").exists():
+        from realgraph.runtime.parallel.mapped import MappedRoute
+
+        hear = MappedRoute._hear
+
+        def killing(route, first):
+            os.kill(int((HERE / f"{run}-break").read_text()), signal.SIGKILL)
+            hear(route, first)
+
+        MappedRoute._hear = killing
+    return outputs.logprobs * 0.0
+'''
+
+
+@pytest.mark.parametrize("worker", [0, 1], ids=["trainer", "engine"])
+def test_a_worker_that_is_killed_in_an_update_is_named_and_training_loses_no_step(home: Path, worker: int) -> None:
+    """The trained role lies on worker 0 alone: without it the newest checkpoint is what is left."""
+    name = f"ended_{worker}"
+    (home / "slow.py").write_text(SLOW)
+    (home / "ended.py").write_text(ENDED)
+    terms = {"spoil": {"kind": "apply", "fn": "ended:spoil", "args": {"run": name}}}
+    calls = {"reward": {"args": {"run": name, "steps": 0, "seconds": 0.0}}, "train": {"loss": {"terms": terms}}}
+    config = merged(GRPO, {"allocation": APART, "checkpoint": {"every": 1000}})
+    run = start(home, "run", str(write_run(home, name, config, {"steps": 1000, "calls": calls})), name=name)
+    run.until_step(2)
+    (home / f"{name}-pid").write_text(str(run.workers()[worker]))
+    (home / f"{name}-pid").rename(home / f"{name}-break")
+    assert run.wait() == 3
+    (line,) = (line for line in run.output().splitlines() if line.startswith("error: "))
+    assert re.search(rf"worker {worker} was lost .*: was killed by SIGKILL", line), line
+    assert processes_at(home) == []
+    saved = [int(folder.name.removeprefix("step-")) for folder in (home / name / "checkpoints").glob("step-*")]
+    assert saved == ([] if worker == 0 else [len(records(home / name))])

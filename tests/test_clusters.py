@@ -79,7 +79,7 @@ def test_a_batch_script_says_what_it_is_given_and_options_come_last(tmp_path: Pa
     assert "#SBATCH --exclusive" in lines
     assert "#SBATCH --signal=B:TERM@90" in lines
     assert not any("--requeue" in line or "cpus-per-task" in line for line in lines)
-    ran = subprocess.run(["bash", "-c", script.text], capture_output=True, text=True, check=True)
+    ran = subprocess.run(["bash", "-c", script.text], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout == "a b $HOME\n"
 
 

@@ -93,7 +93,8 @@ def forked_to_die(root: Path, loses: bool) -> int:
     """
     code = "import sys, pathlib; from tests.test_crash_points import die_everywhere as die;"
     code += "die(pathlib.Path(sys.argv[1]), sys.argv[2] == 'True')"
-    subprocess.run([sys.executable, "-c", code, str(root), str(loses)], cwd=Path(__file__).parent.parent, check=True)
+    command = [sys.executable, "-c", code, str(root), str(loses)]
+    subprocess.run(command, cwd=Path(__file__).parent.parent, timeout=240, check=True)
     return len(list(root.iterdir())) - 1
 
 

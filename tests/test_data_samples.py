@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from realgraph.graphs.errors import ConfigError
-from realgraph.graphs.keys import parse_key_type
+from realgraph.graphs.keys import OF_DATA, parse_key_type
 from realgraph.runtime.data.chats import chat_sample
 from realgraph.runtime.data.data import DataSet, TooLong
 from realgraph.runtime.data.tokenize import Tokenizer, plain_sample, prompt_tokens
@@ -116,6 +116,26 @@ def test_tokens_and_masks_may_stand_in_the_data(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         DataSet(DataSpec(short), inputs, PLAIN).row(0)
     assert "b.jsonl:1: $: 3 tokens, but a mask of 1" in told(error)
+
+
+def test_a_row_gives_a_prompt_and_a_sequence_of_its_own_beside_it(tmp_path: Path) -> None:
+    """With pairs of samples a group, too, there is one; what is too long leaves the row out."""
+    file = write(tmp_path / "data.jsonl", [{"prompt": "what is", "response": "the answer", "answer": "46"}])
+    inputs = {"prompt": parse_key_type("group tokens"), **OF_DATA}
+    for n in (1, 2, 4):
+        found = row(DataSet(DataSpec(file), inputs, PLAIN, n), 0)
+        tokens, mask = plain_sample("what is", "the answer", PLAIN)
+        assert found.samples == ()
+        assert found.group == {
+            "prompt": prompt_tokens("what is", PLAIN),
+            "data.tokens": tokens,
+            "data.mask": mask,
+        }
+    short = DataSet(DataSpec(file, max_prompt_tokens=1), inputs, PLAIN)
+    assert isinstance(short.row(0), TooLong)
+    del inputs["prompt"]
+    with pytest.raises(ConfigError, match="needs the columns 'prompt' and 'response', or 'messages'"):
+        DataSet(DataSpec(write(tmp_path / "other.jsonl", [{"answer": "46"}])), inputs, PLAIN)
 
 
 def test_chats_that_teach_nothing_are_refused(tmp_path: Path) -> None:

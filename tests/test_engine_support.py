@@ -15,7 +15,7 @@ from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.options.constraints import lacking_transport
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.request import engine_support
-from realgraph.planner.request.engine_support import SUPPORT, TORCH, TORCH_KIND
+from realgraph.planner.request.engine_support import SGLANG_KIND, SUPPORT, TORCH, TORCH_KIND
 from realgraph.run.running import prepare
 from realgraph.runtime.engine import OwnWeights, RolloutLimits, SharedWeights, TrainSettings, WeightSource
 from realgraph.runtime.generate.opening import open_rollout
@@ -57,7 +57,7 @@ def test_tp_in_an_engines_support_is_all_that_planning_validation_and_workers_ne
     prepared = prepare(run_file, overrides, None)
     assert {prepared.job.plan.allocations[name].layout.tp for name in ("train", "rollout")} == {2}
     assert not validate(prepared.job.plan, prepared.request)
-    Roles(prepared.job, 0, OneRank(), lambda tokens: "", lambda: None)
+    Roles(prepared.job, 0, OneRank(), lambda tokens: "", lambda call: None)
     assert [layout.tp for layout in opened if layout == prepared.job.plan.allocations["train"].layout] == [2]
 
     monkeypatch.setitem(
@@ -126,13 +126,16 @@ def test_weights_travel_by_the_transports_that_an_engine_has(place: Path, monkey
     slower = (plan.reallocation_seconds["rollout"] for plan in (linked.job.plan, through_host.job.plan))
     assert next(slower) < next(slower)
 
-    assert not lacking_transport(msgspec.structs.replace(TORCH, offload=("train",)), "host")  # of offloaded states
+    generates = linked.request.graph.calls["rollout"]
+    assert not lacking_transport(
+        msgspec.structs.replace(TORCH, offload=("train",)), generates, "host"
+    )  # of offloaded states
     supporting(monkeypatch, transports=("device", "host"))
     assert prepare(run_file, overrides, None).job.plan.reallocation_transport["rollout"] == "device"
 
 
 def test_every_kind_of_engine_says_what_it_supports() -> None:
-    assert ENGINES.keys() == SUPPORT.keys()
+    assert {*ENGINES, SGLANG_KIND} == SUPPORT.keys()  # servers only generate: `open_server`
 
 
 def test_the_train_engine_refuses_dtypes_that_its_support_lacks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

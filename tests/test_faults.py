@@ -13,6 +13,7 @@ import pytest
 
 from tests.broken_runs import Broken, broken, own, reference
 from tests.runs import (
+    Special,
     finish,
     home,
     numbers,
@@ -21,6 +22,8 @@ from tests.runs import (
 )
 
 __all__ = ["broken", "home", "own", "reference"]
+
+SHORT_GRACE = Special(limits={"master.master.GRACE_SECONDS": 1.0})  # for workers that will not end by themselves
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["anywhere", "in a collective"])
@@ -48,7 +51,7 @@ def test_a_worker_that_ends_before_it_is_ready_is_named(own: Path) -> None:
 
 def test_workers_that_are_not_ready_in_time_are_shown_where_they_are(own: Path) -> None:
     """Worker 0 waits for worker 1, which is stopped, when all meet; or is ready, where they have met before."""
-    run = Broken(own, {"runtime": {"start_seconds": 6}})
+    run = Broken(own, {"runtime": {"start_seconds": 6}}, special=SHORT_GRACE)
     run.running.until(lambda: len(run.running.workers()) == 2, "workers")
     stopped = run.running.workers()[1]
     os.kill(stopped, signal.SIGSTOP)
@@ -78,7 +81,7 @@ def test_a_silent_worker_is_given_up(own: Path, reference: dict[int, dict[str, f
 
 def test_a_worker_that_is_stuck_in_c_is_given_up_with_its_stack(own: Path) -> None:
     """The interpreter's lock is held: no thread of it runs any more, so it does not beat either."""
-    run = Broken(own, {"runtime": {"heartbeat_seconds": 0.2, "lost_after_seconds": 2.5}})
+    run = Broken(own, {"runtime": {"heartbeat_seconds": 0.2, "lost_after_seconds": 2.5}}, special=SHORT_GRACE)
     run.at_step(2)
     set_fault(own, stuck=True)
     error, output = run.error(), run.running.output()
@@ -163,8 +166,8 @@ def test_errors_that_are_scored_keep_the_run_going(own: Path) -> None:
     failed = [
         record["metrics"]["reward/failed"] for record in run.running.records() if "reward/failed" in record["metrics"]
     ]
-    assert failed
-    assert all(0 < share < 1 for share in failed)
+    assert any(failed)
+    assert all(0 <= share < 1 for share in failed)
 
 
 def test_a_reward_that_never_returns_ends_within_its_limit(own: Path, reference: dict[int, dict[str, float]]) -> None:

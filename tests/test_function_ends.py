@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from realgraph.runtime.functions.host import FunctionHost
 from realgraph.runtime.processes.launcher import WorkerBoot, WorkerProgram
 from realgraph.runtime.processes.local import LocalFleet, LocalLauncher
 from realgraph.runtime.wire.curve import make_keys
-from tests.waiting import until
+from tests.waiting import killed, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere daemons are out of reach")
 
@@ -208,9 +209,8 @@ def test_nothing_that_functions_started_outlives_anybody(folder: Path, victim: s
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     (folder / "mark").write_text(mark)
     code = textwrap.dedent(MASTER).format(path=sys.path, module=__name__, folder=str(folder))
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as master:
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with killed(subprocess.Popen([sys.executable, "-c", code], **pipes, start_new_session=True)) as master:
         assert master.stdout is not None
         assert master.stdin is not None
         worker = int(master.stdout.readline())
@@ -238,5 +238,4 @@ def test_nothing_that_functions_started_outlives_anybody(folder: Path, victim: s
         gone = until(lambda: marked(mark) == [], 60)
         for pid in marked(mark):
             os.kill(pid, signal.SIGKILL)
-        master.kill()
         assert gone

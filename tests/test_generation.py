@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from realgraph.runtime.attention.kv_cache import CacheShape, KVCache
 from realgraph.runtime.attention.pages import PAGE_TOKENS
+from realgraph.runtime.attention.passes import DecodePass, Head, PrefillPass
 from realgraph.runtime.cpu.decode import LeanDecoder, lean_applies
 from realgraph.runtime.engine import Completion, Request, RolloutLimits
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
@@ -165,7 +167,7 @@ def test_after_an_update_each_token_is_of_the_version_that_drew_it(name: str, sh
                 module.load_state_dict(versions[version].state_dict())
                 engine.weights_changed(version)
             else:
-                engine.load_weights(whole(versions[version].named_parameters()))
+                engine.weights.take(whole(versions[version].named_parameters()))
                 engine.weights_changed(version)
         done |= {c.id: c for c in engine.step()}
         if engine.idle:
@@ -282,13 +284,13 @@ def test_an_update_refuses_foreign_missing_and_misshapen_weights() -> None:
     module = model("llama")
     engine = ContinuousBatch(module)
     own = dict(module.named_parameters())
-    assert [spec.name for spec in engine.weight_specs()] == list(own)
+    assert [spec.name for spec in engine.weights.specs()] == list(own)
     with pytest.raises(ValueError, match=r"'nothing\.weight' is unknown"):
-        engine.load_weights(whole(iter({"nothing.weight": torch.zeros(1)}.items())))
+        engine.weights.take(whole(iter({"nothing.weight": torch.zeros(1)}.items())))
     with pytest.raises(ValueError, match=r"'model\.norm\.weight' is \(33,\) at \(0,\), not in \(32,\)"):
-        engine.load_weights(whole(iter({"model.norm.weight": torch.zeros(33)}.items())))
+        engine.weights.take(whole(iter({"model.norm.weight": torch.zeros(33)}.items())))
     with pytest.raises(ValueError, match=r"missing, or came twice: \['model\.norm\.weight'\]"):
-        engine.load_weights(whole((k, v[:3] if k == "model.norm.weight" else v) for k, v in own.items()))
+        engine.weights.take(whole((k, v[:3] if k == "model.norm.weight" else v) for k, v in own.items()))
     assert engine.version == 0
 
 
@@ -364,3 +366,33 @@ def test_cuda_graphs_change_nothing(name: str) -> None:
     for request in wanted:
         assert_exact(reference, request, done[request.id], 1e-3)
         assert_exact(reference, request, plain[request.id], 1e-3)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_pass_goes_on_where_the_cache_has_grown_between_two_of_its_layers(fresh: bool) -> None:
+    """Both kinds of pass, over three sequences; the longest has two pages."""
+    torch.manual_seed(0)
+    shape = CacheShape(2, 2, 4, torch.float64, torch.device("cpu"))
+    pages, head = [[1, 2], [3], [4]], Head(0.5, None, None)
+    starts, counts = [0 if fresh else 10] * 3, [20, 3, 5]
+
+    def drawn(n: int) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (torch.randn(3, heads, n, 4, dtype=torch.float64) for heads in (4, 2, 2))
+        return q, k, v
+
+    qkv, one = drawn(20), drawn(1)
+    found: list[list[Tensor]] = []
+    for grown in (False, True):
+        cache = KVCache(shape)
+        cache.reserve(6)
+        prefill = PrefillPass(cache, pages, starts, counts)
+        ends = torch.tensor([start + count for start, count in zip(starts, counts, strict=True)])
+        decode = DecodePass(cache, torch.tensor([[1, 2], [3, 0], [4, 0]]), ends, [(0, 3, int(ends.max()) + 1)])
+        out: list[Tensor] = []
+        for layer in range(2):
+            out += [prefill.attend(layer, qkv, head), decode.attend(layer, one, head)]
+            if grown:
+                cache.reserve(40)
+        found.append(out)
+    for plain, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, plain, rtol=0, atol=0)

@@ -5,6 +5,8 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from realgraph.planner.inputs.detect import Gpu, Probe, resolve
 from realgraph.runtime.hosts.agent import _look
 from realgraph.runtime.hosts.checks import faults, in_order
 from realgraph.runtime.hosts.facts import is_public, own_versions, split_address
-from realgraph.runtime.hosts.fleet import SILENT_SECONDS, clock_ahead
+from realgraph.runtime.hosts.fleet import clock_ahead
 from realgraph.runtime.hosts.join_key import make_join_key, read_join_key, write_join_key
 from realgraph.runtime.hosts.messages import HostFacts, Look
 from realgraph.runtime.master.inbox import _by_our_clock
@@ -26,7 +28,7 @@ from realgraph.runtime.wire.interfaces import address_of_interface, interface_of
 from realgraph.runtime.wire.protocol import Bye, Done
 from tests.broken_runs import own
 from tests.host_runs import SHORT, TWO_BY_TWO, Hosts, agent, free_port
-from tests.runs import GRPO, finish, home, numbers, records, set_fault, start, write_run
+from tests.runs import GRPO, Special, finish, home, numbers, records, set_fault, start, write_run
 from tests.traces import processes_at, title_of
 
 __all__ = ["home", "own"]
@@ -91,8 +93,12 @@ def test_a_call_past_its_deadline_shows_where_the_workers_of_all_hosts_are(own: 
         running.close()
 
 
+SILENT = Special(limits={"hosts.fleet.SILENT_SECONDS": 2.0})  # an agent that has not been heard of
+
+
 def test_a_host_that_stands_still_gives_no_stacks_and_is_not_waited_for(own: Path) -> None:
-    running = Hosts(own, {"runtime": {"heartbeat_seconds": 0.2, "lost_after_seconds": 4}}).at_step(2)
+    running = Hosts(own, {"runtime": {"heartbeat_seconds": 0.2, "lost_after_seconds": 2.5}}, special=SILENT)
+    running.at_step(2)
     stopped = [running.agents["b"].pid, *(pid for worker, pid in running.running.workers().items() if worker > 1)]
     try:
         for pid in stopped:
@@ -102,7 +108,8 @@ def test_a_host_that_stands_still_gives_no_stacks_and_is_not_waited_for(own: Pat
         assert re.search(said, running.running.output()), running.running.output()
     finally:
         for pid in stopped:
-            os.kill(pid, signal.SIGCONT)
+            with suppress(ProcessLookupError):  # an agent that goes on ends its workers first
+                os.kill(pid, signal.SIGCONT)
         for one in running.agents.values():
             one.wait(60)
         running.close()
@@ -145,12 +152,12 @@ def test_a_host_that_never_joins_is_missed(own: Path) -> None:
 
 
 def test_a_host_whose_agent_was_killed_before_all_had_joined_joins_again(own: Path) -> None:
-    running = Hosts(own, STEPS, names="a")
+    running = Hosts(own, STEPS, names="a", special=SILENT)
     try:
         running.running.until(lambda: "host a" in running.running.output(), "host a")
         os.kill(running.agents["a"].pid, signal.SIGKILL)
         running.agents["a"].wait()
-        time.sleep(SILENT_SECONDS + 1)
+        time.sleep(SILENT.limits["hosts.fleet.SILENT_SECONDS"] + 1)
         running.agents = {name: agent(own, running.listen, name) for name in "ab"}
         running.ends(0)
     finally:
@@ -172,7 +179,7 @@ def test_one_host_that_joins_twice_is_an_error_of_its_user(own: Path) -> None:
         ("open", r"others can read the key file \(its mode is 644\)"),
         ("missing", "the key file can't be read: No such file or directory"),
         ("empty", "no join key"),
-        ("reused", "does not take this key within 3 s"),
+        ("reused", "does not take this key within 2 s"),
         ("nobody", r"nothing listens on 127\.0\.0\.1:\d+"),
         ("address", "'here' is no address"),
     ],
@@ -200,6 +207,25 @@ def test_an_agent_that_cannot_join_says_why(own: Path, case: str, wanted: str) -
     finally:
         if running is not None:
             running.close()
+
+
+def test_a_key_that_is_read_while_a_new_one_is_written_is_one_of_the_two(tmp_path: Path) -> None:
+    """Whoever waits for the file, and reads it at once, finds all of it."""
+    path, n_read = tmp_path / "join.key", 0
+    write_join_key(make_join_key(make_keys()), path)
+
+    def write() -> None:
+        for _ in range(300):
+            write_join_key(make_join_key(make_keys()), path)
+
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write)
+        while not writing.done():
+            read_join_key(str(path))
+            n_read += 1
+        writing.result()
+    assert n_read > 10
+    assert [entry.name for entry in tmp_path.iterdir()] == ["join.key"]
 
 
 def test_a_listen_address_of_another_host_is_refused_at_its_place(own: Path) -> None:

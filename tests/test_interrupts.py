@@ -78,7 +78,7 @@ def test_a_run_whose_terminal_is_closed_ends_in_order(own: Path, reference: dict
         run.at_step(2)
     finally:
         over.set()
-        reader.join()
+        reader.join(20)
         os.close(theirs)
         os.close(ours)
     run.ends(130)
@@ -116,14 +116,14 @@ SHORT: dict[str, float] = {"wire.curve.PING_SECONDS": 1, "wire.curve.SILENT_SECO
 @pytest.mark.parametrize("stopped", ["master and worker 1", "all"])
 def test_a_master_that_was_stopped_goes_on(own: Path, reference: dict[int, dict[str, float]], stopped: str) -> None:
     """Ctrl-Z, and fg after longer than any of these may be silent or any call may take: nothing had run meanwhile."""
-    limits = {"heartbeat_seconds": 0.2, "lost_after_seconds": 3.0, "min_deadline_seconds": 4.0}
+    limits = {"heartbeat_seconds": 0.2, "lost_after_seconds": 2.5, "min_deadline_seconds": 3.0}
     run = Broken(own, {"runtime": limits}, special=Special(limits=SHORT))
     run.at_step(2)
     pids = [run.running.pid, *([run.running.workers()[1]] if "1" in stopped else [])]
     chosen = processes_at(own) if stopped == "all" else pids
     for pid in chosen:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(6.0)
+    time.sleep(4.5)
     step = len(run.running.records())
     for pid in chosen:
         os.kill(pid, signal.SIGCONT)

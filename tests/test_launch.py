@@ -9,17 +9,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
 from realgraph.runtime.processes import processes
 from realgraph.runtime.processes.launcher import LaunchError, WorkerBoot, WorkerProgram, describe_exit
-from realgraph.runtime.processes.local import LocalFleet, LocalLauncher, open_server
+from realgraph.runtime.processes.local import KILL_SECONDS, KeptLauncher, LocalFleet, LocalLauncher, open_server
 from realgraph.runtime.processes.processes import die_with_parent
 from realgraph.runtime.wire.curve import make_keys
 from realgraph.runtime.wire.frames import cut
+from tests.traces import shared_memory
+from tests.waiting import killed
 
 # --- entry points, which run in the workers ---------------------------------------------------------------------------
 
@@ -126,6 +128,52 @@ def test_exit_codes_and_logs_are_each_workers_own(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def _note(payload: bytes) -> None:
+    Path(payload.decode()).write_text(str(os.getppid()))
+
+
+def _fail(payload: bytes) -> None:
+    raise ValueError(payload.decode())
+
+
+def test_a_kept_launcher_has_one_fork_server_for_all_runs_and_leaves_nothing(tmp_path: Path) -> None:
+    """Workers that end by themselves and workers that are killed, one run after the other, in event loops of their own,
+    and what else runs there."""
+    log, servers = tmp_path / "call.log", set[int]()
+    program = WorkerProgram(f"{__name__}:sleep")
+
+    async def run(folder: Path) -> None:
+        fleet = await launcher.start(_boots(folder, 2), program, 60)
+        servers.update(_parent(handle.pid) for handle in fleet.handles.values())
+        await fleet.terminate(0)
+        assert not fleet.running
+        assert not _alive(str(folder))
+
+    with closing(KeptLauncher(program, 1)) as launcher:
+        asyncio.run(launcher.call(_note, str(tmp_path / "called").encode(), log))
+        servers.add(int((tmp_path / "called").read_text()))
+        asyncio.run(run(tmp_path / "one"))
+        with pytest.raises(LaunchError, match=r"ended with exit code 1[^$]*ValueError: this went wrong"):
+            asyncio.run(launcher.call(_fail, b"this went wrong", log))
+        asyncio.run(run(tmp_path / "two"))
+        (server,) = servers
+        assert _parent(server) == os.getpid()
+    assert not Path(f"/proc/{server}").exists()
+
+
+def test_a_kept_launcher_ends_its_fork_server_in_the_middle_of_an_import(tmp_path: Path) -> None:
+    (tmp_path / "slow_to_import_8.py").write_text("import time; time.sleep(1000)")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        launcher = KeptLauncher(WorkerProgram(f"{__name__}:sleep", ("slow_to_import_8",)), 1)
+    finally:
+        sys.path.remove(str(tmp_path))
+    began = time.monotonic()
+    launcher.close()
+    assert time.monotonic() - began < KILL_SECONDS
+    assert not [pid for pid in _alive("realgraph fork server") if _parent(pid) == os.getpid()]
+
+
 def test_an_exception_ends_a_worker_with_its_traceback_in_the_log(tmp_path: Path) -> None:
     async def run() -> None:
         fleet = await _start(tmp_path, 1, "fail")
@@ -183,6 +231,7 @@ import asyncio, importlib, sys
 from pathlib import Path
 sys.path[:] = {path!r}
 _start = importlib.import_module({module!r})._start
+importlib.import_module("tests.traces").enter_shared_memory(Path({folder!r}))
 async def run():
     fleet = await _start(Path({folder!r}), 3, {entry!r})
     print("started", flush=True)
@@ -195,7 +244,8 @@ asyncio.run(run())
 def _killed_master(folder: Path, entry: str) -> Iterator[subprocess.Popen[bytes]]:
     """A master with three workers, to be killed within; all that it has started must end soon after."""
     code = _MASTER.format(path=sys.path, module=__name__, folder=str(folder), entry=entry)
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as master:
+    command = [sys.executable, "-c", code]
+    with killed(subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)) as master:
         assert master.stdout is not None
         assert master.stdout.readline() == b"started\n"
         yield master
@@ -209,14 +259,14 @@ def _killed_master(folder: Path, entry: str) -> Iterator[subprocess.Popen[bytes]
 @pytest.mark.parametrize("whole_group", [False, True])
 @pytest.mark.parametrize("entry", ["sleep", "stubborn"])
 def test_nothing_outlives_a_killed_master(tmp_path: Path, entry: str, whole_group: bool) -> None:
-    segments = os.listdir("/dev/shm")
+    shared = shared_memory(tmp_path)
     with _killed_master(tmp_path, entry) as master:
         assert len(_alive(str(tmp_path))) >= 4
         if whole_group:
             os.killpg(master.pid, signal.SIGKILL)
         else:
             master.kill()
-    assert os.listdir("/dev/shm") == segments
+    assert not shared.left()
 
 
 @pytest.mark.parametrize("number", processes.END_SIGNALS)

@@ -20,7 +20,7 @@ MASTER_SIDE = {"commands", "scheduler", "master", "preflight", "hosts", "cluster
 BOTH_SIDES = {"wire", "job", "processes", "data", "files", "functions"}
 WORKER_SIDE = {
     *("worker", "store", "algorithms", "attention", "cpu", "models", "parallel", "train", "generate", "profile"),
-    *("memory", "doctor"),
+    *("memory", "doctor", "rollout", "weights", "drawn"),
 }
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 HEAVY = {"torch", "transformers", "datasets", "sglang", "accelerate"}

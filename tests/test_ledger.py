@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from realgraph.runtime.commands.tally import StepTally
 from realgraph.runtime.commands.tasks import Tasks
 from realgraph.runtime.job.cursor import minibatch_groups, permutation, row_of
+from realgraph.runtime.job.sample_ids import group_of, sample_id
 from realgraph.runtime.scheduler.ledger import Group, Ledger
 from realgraph.runtime.scheduler.placement import Batch, balance
 from realgraph.runtime.scheduler.program import GROUP_OWNER, CallPlan
@@ -77,13 +78,13 @@ def test_balance_loses_nothing_and_is_at_most_one_sequence_apart(weights: list[i
 
 
 def random_batch(rng: random.Random) -> Batch:
-    n = rng.randint(1, 4)
     groups = []
     for number in sorted(rng.sample(range(100), rng.randint(1, 12))):
         group = Group(number, rng.randrange(5), 0)
-        group.samples = tuple(Sample(number * n + i, rng.randint(1, 50)) for i in range(n))
+        places = sorted(rng.sample(range(9), rng.randint(1, 4)))  # some of the group are left
+        group.samples = tuple(Sample(sample_id(number, place), rng.randint(1, 50)) for place in places)
         groups.append(group)
-    return Batch(3, groups, n, seed=1)
+    return Batch(3, groups, seed=1)
 
 
 def call_plan(rng: random.Random, whole_groups: bool, minibatches: int) -> CallPlan:
@@ -102,11 +103,11 @@ def test_shares_and_sources_cover_the_batch_exactly(seed: int) -> None:
     call = call_plan(rng, pairs, rng.randint(1, 3))
     values = CallPlan("values", "inference", "critic", {}, (), (), ((7,), (8,)))
     batch.own(values)
+    groups = [group_of(sample) for sample in batch.ids]
     for cut in batch.minibatches(call) if call.minibatches > 1 else [batch.whole(len(call.ranks), pairs)]:
         for part in cut:
             if pairs:
-                sizes = Counter(position // batch.per_group for position in part).values()
-                assert set(sizes) <= {batch.per_group}
+                assert Counter(groups[position] for position in part).items() <= Counter(groups).items()
     whole = batch.whole(len(call.ranks), pairs)
     assert sorted(position for part in whole for position in part) == list(range(len(batch.ids)))
     for part, sources in zip(whole, batch.sources_of_ranks(call), strict=True):
@@ -118,7 +119,7 @@ def test_shares_and_sources_cover_the_batch_exactly(seed: int) -> None:
     holdings = batch.holdings()
     owned = [(worker, p) for owner in (GROUP_OWNER, "values") for p, worker in enumerate(batch.owners(owner))]
     for worker in range(9):
-        expected = {batch.ids[p] // batch.per_group for owner, p in owned if owner == worker}
+        expected = {groups[p] for owner, p in owned if owner == worker}
         assert set(holdings.get(worker, ())) == expected
 
 
@@ -134,21 +135,39 @@ class Admissions(RuleBasedStateMachine):
         spare=st.integers(0, 2),
         overdue=st.sampled_from(["mask", "wait", "drop", "allow"]),
         n_steps=st.integers(1, 8),
+        surplus=st.sampled_from([0, 0, 1, 3]),
     )
-    def begin(self, per_batch: int, staleness: int, spare: int, overdue: str, n_steps: int) -> None:
-        self.ledger = Ledger(per_batch, staleness, overdue, max(0, staleness - spare))  # type: ignore[arg-type]
+    def begin(self, per_batch: int, staleness: int, spare: int, overdue: str, n_steps: int, surplus: int) -> None:
+        ahead = max(0, staleness - spare)
+        self.ledger = Ledger(per_batch, staleness, overdue, ahead, surplus)  # type: ignore[arg-type]
         self.overdue, self.n_steps, self.version = overdue, n_steps, 0
         self.final: dict[int, str] = {}
         self.seen: set[int] = set()
         self.batch: list[Group] = []
+        self.lost: set[int] = set()  # with their workers, and not admitted anew yet
 
-    @rule(n=st.integers(1, 6))
-    def admit(self, n: int) -> None:
+    @rule(owner=st.integers(0, 3))
+    def lose(self, owner: int) -> None:
+        own = {group.id for group in self.ledger.live.values() if group.owner == owner}
+        numbers = self.ledger.lose(owner)
+        assert set(numbers) == own - {group.id for group in self.batch}
+        self.lost |= set(numbers)
+
+    @precondition(lambda self: self.batch)
+    @rule()
+    def put_back(self) -> None:
+        self.ledger.put_back(self.batch)
+        self.batch = []
+
+    @rule(n=st.integers(1, 6), owner=st.integers(0, 3))
+    def admit(self, n: int, owner: int) -> None:
         for _ in range(min(n, self.ledger.room(self.version, self.n_steps))):
-            group = self.ledger.admit(0, self.version)
-            assert group.id == len(self.seen)
+            group = self.ledger.admit(owner, self.version)
+            assert group.id == min(self.lost, default=len(self.seen))
+            self.lost.discard(group.id)
             self.seen.add(group.id)
-            n_counted = len(self.seen) - sum(final == "discarded" for final in self.final.values())
+            n_counted = len(self.seen - self.lost) - sum(final == "discarded" for final in self.final.values())
+            n_counted = max(0, n_counted - self.ledger.surplus)  # of those that batches need
             assert (n_counted - 1) // self.ledger.per_batch <= self.version + self.ledger.ahead
             assert n_counted <= self.n_steps * self.ledger.per_batch
 
@@ -194,6 +213,14 @@ class Admissions(RuleBasedStateMachine):
         if self.overdue in ("wait", "drop"):
             assert all(self.version - group.oldest <= self.ledger.staleness for group in taken)
         self.batch = taken
+        surplus = self.ledger.surplus_groups(self.version)
+        assert len(surplus) <= self.ledger.surplus
+        for group in surplus:
+            assert self.version + 1 - group.version > self.ledger.ahead
+            self.ledger.discard_surplus(group)
+            self.final[group.id] = "discarded"
+        if not self.ledger.ahead:
+            assert all(group in taken for group in self.ledger.live.values())  # a synchronous step leaves nothing
 
     @precondition(lambda self: self.batch)
     @rule()
@@ -209,8 +236,9 @@ class Admissions(RuleBasedStateMachine):
     def every_group_is_in_one_place(self) -> None:
         if hasattr(self, "ledger"):
             self.ledger.check()
-            assert set(self.ledger.live) == self.seen - set(self.final)
-            assert self.ledger.open == tuple(sorted(self.ledger.live))
+            assert set(self.ledger.live) == self.seen - set(self.final) - self.lost
+            assert self.ledger.open == tuple(sorted(self.seen - set(self.final)))
+            assert self.ledger.n_again == len(self.lost)
             assert self.ledger.n_trained == sum(final == "trained" for final in self.final.values())
 
 
@@ -247,7 +275,11 @@ def test_a_group_moves_by_the_table_or_names_what_it_cannot_be(state: GroupState
 
 def test_every_state_is_reached_and_only_ends_have_no_way_out() -> None:
     assert {*GROUP.values(), GroupState.ADMITTED} == set(GroupState)
-    assert set(GroupState) - {state for state, _ in GROUP} == {GroupState.TRAINED, GroupState.DISCARDED}
+    assert set(GroupState) - {state for state, _ in GROUP} == {
+        GroupState.TRAINED,
+        GroupState.DISCARDED,
+        GroupState.LOST,
+    }
     assert {event for _, event in GROUP} == set(GroupEvent)
     assert set(SESSION.values()) == {state for state, _ in SESSION} == set(SessionState)
     assert {event for _, event in SESSION} == set(SessionEvent)

@@ -21,9 +21,9 @@ from tests.graph_texts import GRAPH, MAPPINGS, line_of, problems_of, spec_of
 # --- every type error, with its place ---------------------------------------------------------------------------------
 
 MISTAKES = [
-    ("n: ${params.n}", "n: 0", "$.calls.rollout.n", "expected a whole number >= 1, got 0", ""),
-    ("n: ${params.n}", "n: 2.0", "$.calls.rollout.n", "expected a whole number >= 1, got 2.0", "write 2"),
-    ("n: ${params.n}", "n: true", "$.calls.rollout.n", "expected a whole number >= 1, got true", ""),
+    ("n: ${params.n}", "n: 0", "$.calls.rollout.n", "expected a whole number >= 1 and <= 10,000, got 0", ""),
+    ("n: ${params.n}", "n: 2.0", "$.calls.rollout.n", "expected a whole number >= 1 and <= 10,000, got 2.0", "write 2"),
+    ("n: ${params.n}", "n: true", "$.calls.rollout.n", "expected a whole number >= 1 and <= 10,000, got true", ""),
     ("n: ${params.n}", "n: null", "", "", ""),
     ("n: ${params.n}", "top_p: 0.0", "$.calls.rollout.top_p", "expected a number > 0 and <= 1, got 0.0", ""),
     ("n: ${params.n}", "temperature: .nan", "$.calls.rollout.temperature", "expected a number >= 0, got nan", ""),

@@ -137,6 +137,25 @@ def test_without_proximal_logprobs_the_ratio_is_one_and_the_gradient_is_not_zero
     assert metrics["masked_share"].value == pytest.approx(share)
 
 
+@pytest.mark.parametrize("kind", ["decoupled", "truncated"])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_policy_that_drew_the_tokens_is_measured_before_any_cap(kind: str, seed: int) -> None:
+    """Over micro-batches that merge: KL(behaviour || proximal) by k3, and the two means of an effective sample size."""
+    batch, outputs = make(seed)
+    off_policy = maths.Decoupled(1.01) if kind == "decoupled" else maths.Truncated(1.01)
+    loss = Loss({"policy": maths.PolicyGradient(off_policy=off_policy)})
+    _, metrics = evaluate(loss, batch, outputs, denominator(loss, batch))
+    keys = batch.token_keys
+    log_ratio = (keys["proximal_logprobs"] - keys["behaviour_logprobs"]).double()[batch.mask]
+    ratio = log_ratio.exp()
+    expected = {"behaviour_kl": ratio - 1 - log_ratio, "behaviour_ratio": ratio, "behaviour_ratio_square": ratio**2}
+    for name, values in expected.items():
+        assert metrics[name].value == pytest.approx(float(values.mean())), name
+    n_effective = ratio.sum() ** 2 / ratio.square().sum()
+    mean, square = (metrics[name].value for name in ("behaviour_ratio", "behaviour_ratio_square"))
+    assert mean**2 / square * len(ratio) == pytest.approx(float(n_effective))
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_clip_fraction_counts_the_tokens_without_gradient(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

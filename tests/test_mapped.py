@@ -16,31 +16,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realgraph.graphs.spec import ModelRole
-from realgraph.planner.plan.layout import DeviceMesh, Layout
-from realgraph.runtime.engine import TrainSettings
+from realgraph.runtime.parallel.checksums import Checksums
 from realgraph.runtime.parallel.cuts import Box
-from realgraph.runtime.parallel.exchange import UNBOUNDED, Reallocation, WeightPart, WorkerParts, exchange
+from realgraph.runtime.parallel.exchange import UNBOUNDED, Arriving, Reallocation, WeightPart, WorkerParts, exchange
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.parallel.mapped import MappedRoute
 from realgraph.runtime.parallel.rendezvous import CollectiveError
 from realgraph.runtime.parallel.routes import rounds
 from realgraph.runtime.parallel.segments import WeightSegment, share_weights
-from realgraph.runtime.train.engine import open_engine
 from realgraph.runtime.wire.protocol import ArrivedBytes
 from realgraph.runtime.worker.failures import failure
-from tests import tiny
-from tests.engines import CPU, OPTIMIZER, call
-from tests.ranks import RankProcesses, joined
+from tests.engines import CPU
+from tests.ranks import RankProcesses
+from tests.waiting import until
 
 BUCKET = 256  # bytes
-LAYOUTS = (Layout(DeviceMesh(0, 3), dp=3), Layout(DeviceMesh(0, 3), dp=3, sharding="fsdp"))
 Held = dict[int, dict[str, Box]]
 
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[RankProcesses]:
-    processes = RankProcesses(3, LAYOUTS)
+    processes = RankProcesses(3)
     yield processes
     processes.close()
 
@@ -72,14 +68,20 @@ def placed(worker: int, held: Held, wanted: Held, whole: dict[str, Tensor]) -> W
     return WorkerParts(worker, CPU, holds, wanted.get(worker, {}), segment)
 
 
-def taken(parts: Iterator[WeightPart], shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], int]:
-    """The tensors, nan where nothing came, and how many elements came."""
-    into = {name: torch.full(shape, math.nan, dtype=torch.float64) for name, shape in shapes.items()}
+def taken(
+    parts: Iterator[WeightPart], shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float64
+) -> tuple[dict[str, Tensor], int]:
+    """The tensors, nan where nothing came, and how many elements came: right there, if they can."""
+    into = {name: torch.full(shape, math.nan, dtype=dtype) for name, shape in shapes.items()}
     n = 0
+    if isinstance(parts, Arriving):
+        whole = {name: Box((0,) * len(shape), shape) for name, shape in shapes.items()}
+        parts.land_in({name: WeightPart(name, whole[name], tensor) for name, tensor in into.items()})
     for name, box, values in parts:
-        into[name][box.slices] = values
+        if into[name][box.slices].data_ptr() != values.data_ptr():
+            into[name][box.slices] = values
         n += box.numel
-    return into, n
+    return {name: tensor.double() for name, tensor in into.items()}, n
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -122,11 +124,13 @@ def both_ways(ranks: LayoutRanks, seed: int, hosts: tuple[int, ...]) -> tuple[bo
     place = placed(me, held, wanted, whole)
     sent, _ = taken(exchange(moves, place), shapes)
     route = MappedRoute(moves, me, str(hosts[me]))
-    read, n = taken(route.bring(place), shapes)
+    read, n = taken(route.bring(place), shapes, dtype)  # cast on the way, if they are
+    route.settle()
     with torch.no_grad():
         for part in place.holds.values():  # training goes on in place
             part.values.add_(1)
-    again, _ = taken(route.bring(place), shapes)
+    again, _ = taken((part for part in route.bring(place)), shapes)  # and not right there
+    route.settle()
     expected = {name: torch.full_like(tensor, math.nan) for name, tensor in whole.items()}
     for name, box in place.wants.items():
         expected[name][box.slices] = whole[name][box.slices]
@@ -180,7 +184,9 @@ def spoiled(ranks: LayoutRanks) -> bool:
             time.sleep(0.1)
             yield part
 
-    found, _ = taken(slowly(MappedRoute(move(held, wanted), me, "").bring(place)), SHAPES)
+    route = MappedRoute(move(held, wanted), me, "")
+    found, _ = taken(slowly(route.bring(place)), SHAPES)
+    route.settle()
     for part in place.holds.values():
         part.values.fill_(math.nan)
     return me == 0 or same(found, full(SHAPES))
@@ -195,16 +201,71 @@ def late(ranks: LayoutRanks) -> bool:
     held, wanted, me = {0: WHOLE}, {1: WHOLE, 2: WHOLE}, ranks.mesh.rank
     place, route = placed(me, held, wanted, full(SHAPES)), MappedRoute(move(held, wanted), me, "")
     taken(route.bring(place), SHAPES)
+    route.settle()
     if me == 0:
         time.sleep(0.2)
         for part in place.holds.values():
             part.values.mul_(2)
     found, _ = taken(route.bring(place), SHAPES)
+    route.settle()
     return me == 0 or same(found, {name: 2 * tensor for name, tensor in full(SHAPES).items()})
 
 
 def test_nothing_is_read_before_it_is_final(three: RankProcesses) -> None:
     assert three.run(late) == [True] * 3
+
+
+def unread(ranks: LayoutRanks, file: Path) -> bool:
+    """Worker 0 goes on before the others have begun to read: they read once it has left a file. True where all came."""
+    held, wanted, me = {0: WHOLE}, {1: WHOLE, 2: WHOLE}, ranks.mesh.rank
+    place, route = placed(me, held, wanted, full(SHAPES)), MappedRoute(move(held, wanted), me, "")
+    taken(route.bring(place), SHAPES)
+    parts, found = route.bring(place), dict[str, Tensor]()
+    if me == 0:
+        taken(parts, SHAPES)
+        file.touch()
+    else:
+        assert until(file.exists)
+        found, _ = taken(parts, SHAPES)
+    route.settle()
+    return me == 0 or same(found, full(SHAPES))
+
+
+def test_a_sender_does_not_wait_for_readers(three: RankProcesses, tmp_path: Path) -> None:
+    assert three.run(unread, tmp_path / "on") == [True] * 3
+
+
+def versions_read(ranks: LayoutRanks, seed: int) -> list[tuple[int, set[float]]]:
+    """Two routes from random holders, in a random order of updates, at random speeds: each update's version, and the
+    values that came. A holder's weights change as soon as nobody has them on loan."""
+    me, order, pace = ranks.mesh.rank, Random(seed), Random(10 * seed + ranks.mesh.rank)
+    held = drawn(order, SHAPES, order.sample(range(3), order.randint(1, 2)))
+    wants = [drawn(order, SHAPES, order.sample(range(3), order.randint(1, 3))) for _ in range(2)]
+    places = [placed(me, held, wants[0], full(SHAPES))]
+    places.append(places[0]._replace(wants=wants[1].get(me, {})))
+    routes = [MappedRoute(move(held, wanted), me, "") for wanted in wants]
+    found = list[tuple[int, set[float]]]()
+    for version in range(1, 9):
+        for part in places[0].holds.values():
+            part.values.fill_(math.nan).fill_(version)
+        for at in order.choices(range(2), k=order.randint(0, 3)):  # a version may go one way twice, or none
+            came = set[float]()
+            for _, _, values in routes[at].bring(places[at]):
+                time.sleep(pace.choice([0.0, 0.0, 0.002]))
+                came |= set(values.flatten().tolist())
+            found.append((version, came))
+        time.sleep(pace.choice([0.0, 0.01]))
+        for route in routes:
+            route.settle()
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_weight_changes_under_a_reader_and_nobody_waits_for_good(three: RankProcesses, seed: int) -> None:
+    """Whoever is slow, and in whatever order updates go to several copies."""
+    found = three.run(versions_read, seed)
+    assert all(came <= {version} for one in found for version, came in one)
+    assert any(came for one in found for _, came in one)
 
 
 # --- who can't read ---------------------------------------------------------------------------------------------------
@@ -234,6 +295,7 @@ def out_of_reach(ranks: LayoutRanks, why: str) -> tuple[int, bool]:
             place = place._replace(segment=None)
         route = MappedRoute(move(held, wanted), me, host)
         found = [taken(route.bring(place), SHAPES)[0] for _ in range(2)]
+        route.settle()
     return n_sent[0] // 2, me == 0 or all(same(one, full(SHAPES)) for one in found)
 
 
@@ -264,6 +326,7 @@ def left_over(ranks: LayoutRanks) -> tuple[tuple[int, int], ...]:
     place, route = placed(me, held, wanted, full(SHAPES)), MappedRoute(moves, me, "")
     for _ in range(3):
         taken(route.bring(place), SHAPES)
+        route.settle()
     amid = counts()
     del place, route
     gc.collect()
@@ -280,10 +343,11 @@ def test_no_descriptor_and_no_mapping_is_left(three: RankProcesses) -> None:
 def without_worker_1(ranks: LayoutRanks, file: Path) -> None:
     """Worker 1 is killed while it reads; what the worker that it reads from says goes to `file`."""
     held, wanted, me = {0: WHOLE}, {1: WHOLE}, ranks.mesh.rank
-    place = placed(me, held, wanted, full(SHAPES))
+    place, route = placed(me, held, wanted, full(SHAPES)), MappedRoute(move(held, wanted), me, "")
+    for _ in route.bring(place):
+        os.kill(os.getpid(), signal.SIGKILL)
     try:
-        for _ in MappedRoute(move(held, wanted), me, "").bring(place):
-            os.kill(os.getpid(), signal.SIGKILL)
+        route.settle()
     except CollectiveError as error:
         failed = failure(me, "rollout", error)
         file.write_text(f"{failed.kind}: {failed.error}")
@@ -302,30 +366,62 @@ def test_a_worker_that_is_killed_while_it_reads_is_named(tmp_path: Path) -> None
     assert (tmp_path / "said").read_text().startswith("worker: weights to or from worker 1 did not arrive: ")
 
 
-# --- engines ----------------------------------------------------------------------------------------------------------
+def verified_without_worker_1(ranks: LayoutRanks, file: Path) -> None:
+    """Worker 1, without which worker 0 goes on, is killed before a reallocation that is verified; what both sides
+    have is the same in the end, and what worker 0 has gone on from goes to `file`."""
+    held, wanted, me = {0: WHOLE}, {1: WHOLE, 2: WHOLE}, ranks.mesh.rank
+    moves = move(held, wanted)
+    place, route = placed(me, held, wanted, full(SHAPES)), MappedRoute(moves, me, "", frozenset({1}))
+    if me == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    sums = Checksums(moves, place, SHAPES, {0: {name: (box,) for name, box in WHOLE.items()}})
+    n_parts = sum(1 for _ in route.bring(place).through(sums.watch))
+    route.lent += sums.compare(route.tell)
+    route.settle()
+    (file / str(me)).write_text(str(n_parts))
 
 
-def trained(ranks: LayoutRanks, folder: Path, layout: Layout, shared: bool) -> tuple[dict[str, Any], float, bool]:
-    """Weights after two steps, the bytes of what lies here, and if all of it still lies in the segment."""
-    (groups,) = joined
-    settings = TrainSettings(max_tokens_per_microbatch=40, optimizer=OPTIMIZER, total_steps=4, shared=shared)
-    role = ModelRole(trainable=True, dtype="float32")
-    engine = open_engine(role, str(folder), layout, groups.of_layout(layout), settings)
-    batch = tiny.batch(tiny.lengths(6, 20, 3), 3)
-    for _ in range(2):
-        engine.train(call(), [batch.select([2 * ranks.mesh.rank, 2 * ranks.mesh.rank + 1])])
-        engine.inference(batch, "logprobs", 1.0)
-    weights = {name: tensor.numpy().copy() for name, tensor in engine.weights()}
-    segment, parts = engine.segment, engine.contents.weights.values()
-    inside = segment is not None and all(segment.offset(p.values) is not None or not p.values.numel() for p in parts)
-    return weights, sum(part.values.nbytes for part in parts), inside
+def test_a_verified_reallocation_goes_on_without_a_worker_that_is_not_needed(tmp_path: Path) -> None:
+    processes = RankProcesses(3, seconds=20.0)
+    try:
+        with pytest.raises((EOFError, ConnectionResetError)):  # of the one that was killed
+            processes.run(verified_without_worker_1, tmp_path)
+        for i in (0, 2):
+            processes._pipes[i].send(None)
+    finally:
+        for process in processes._processes:
+            process.join(30)
+    assert (tmp_path / "0").read_text() == "0"
+    assert (tmp_path / "2").read_text() == str(len(WHOLE))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["replicated", "fsdp"])
-def test_engines_train_in_shared_memory_as_in_their_own(three: RankProcesses, tmp_path: Path, layout: Layout) -> None:
-    folder = tiny.save(tmp_path / "model", "qwen3")  # of sizes that three ranks can't share evenly
-    ours, plain = three.run(trained, folder, layout, True), three.run(trained, folder, layout, False)
-    for (shared, n_bytes, inside), (own, n_own, other) in zip(ours, plain, strict=True):
-        assert (inside, other) == (True, False)
-        assert n_bytes == n_own
-        assert all((shared[name] == own[name]).all() for name in own)
+def without_worker_0(ranks: LayoutRanks, file: Path) -> None:
+    """Worker 0 is killed while worker 1 reads its weights, which are whole all the same; what that says goes to
+    `file`."""
+    held, wanted, me = {0: WHOLE}, {1: WHOLE}, ranks.mesh.rank
+    place, route = placed(me, held, wanted, full(SHAPES)), MappedRoute(move(held, wanted), me, "")
+    if me == 0:
+        taken(route.bring(place), SHAPES)
+        os.kill(os.getpid(), signal.SIGKILL)
+    n_right = 0
+    try:
+        for name, box, values in route.bring(place):
+            time.sleep(0.2)
+            n_right += int((values == full(SHAPES)[name][box.slices]).sum())
+        route.settle()
+    except CollectiveError as error:
+        file.write_text(f"{n_right} {error}")
+
+
+def test_a_worker_that_is_killed_while_it_is_read_is_named(tmp_path: Path) -> None:
+    processes = RankProcesses(2, seconds=20.0)
+    try:
+        with pytest.raises((EOFError, ConnectionResetError)):  # of the one that was killed
+            processes.run(without_worker_0, tmp_path / "said")
+    finally:
+        for process in processes._processes[:1]:
+            process.join(10)
+        processes._pipes[1].send(None)
+        processes._processes[1].join(10)
+    n = sum(box.numel for box in WHOLE.values())
+    assert (tmp_path / "said").read_text().startswith(f"{n} weights to or from worker 0 did not arrive: ")

@@ -231,7 +231,7 @@ def test_a_worker_brings_states_early_as_the_plan_says(place: Path, copies: Held
     overrides = ("cluster.kind=cpu", "cluster.devices=1", "params.kl_coef=0.05", pins)
     job = prepare(place / "run.yaml", overrides, None).job
     assert job.plan.allocations["train"].prefetch_during == "ref_logp"
-    roles = Roles(job, 0, OneRank(), lambda tokens: "", lambda: None)
+    roles = Roles(job, 0, OneRank(), lambda tokens: "", lambda call: None)
     states = roles.trained["actor"]._states  # type: ignore[attr-defined]
     with roles.prefetching("rollout") as nbytes:
         assert (nbytes, copies.begun.is_set()) == (0, False)

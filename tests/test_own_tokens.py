@@ -17,6 +17,7 @@ from realgraph.graphs.errors import ConfigError, Where
 from realgraph.graphs.facts import Facts
 from realgraph.graphs.spec import GraphSpec
 from realgraph.runtime.data.own_tokens import OwnTokens
+from realgraph.runtime.job.sample_ids import sample_id
 from realgraph.runtime.preflight.same_tokens import check_tokenizers, difference
 from realgraph.runtime.scheduler.ledger import Group
 from realgraph.runtime.scheduler.placement import Batch
@@ -178,18 +179,19 @@ def test_shares_are_balanced_by_the_lengths_that_the_role_reads(seed: int) -> No
     for number in range(rng.randint(1, 9)):
         group = Group(number, 0, 0)
         sizes = [(rng.randint(1, 50), rng.randint(1, 50)) for _ in range(3)]
-        group.samples = tuple(Sample(number * 3 + i, a, own_tokens=(b,)) for i, (a, b) in enumerate(sizes))
+        group.samples = tuple(Sample(sample_id(number, i), a, own_tokens=(b,)) for i, (a, b) in enumerate(sizes))
         groups.append(group)
-    batch = Batch(0, groups, 3, seed=1)
+    batch = Batch(0, groups, seed=1)
     ranks = ((0,), (1,), (2,))
     for own in (-1, 0):
-        lengths = [s.own_tokens[0] if own == 0 else s.n_tokens for group in groups for s in group.samples]
+        samples = [one for group in groups for one in group.samples]
+        lengths = {one.sample: one.own_tokens[0] if own == 0 else one.n_tokens for one in samples}
         call = CallPlan("score", "inference", "rm", {"": ("tokens",)}, (), (0, 1, 2), ranks, own=own)
         batch.own(call)
         parts = batch.whole_named(call)
         assert sorted(sample for part in parts for sample in part) == batch.ids
         loads = [sum(lengths[sample] for sample in part) for part in parts]
-        assert max(loads) - min(loads) <= max(lengths)
+        assert max(loads) - min(loads) <= max(lengths.values())
         for part, sources in zip(parts, batch.sources_of_ranks(call), strict=True):
             assert sorted(sample for source in sources for sample in source.samples) == list(part)
         held = dict(zip(batch.ids, batch.owners("score"), strict=True))

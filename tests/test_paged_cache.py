@@ -9,10 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from realgraph.planner.costs.generate.generate import GenerateWork, _refills
+from realgraph.planner.costs.generate.occupancy import occupancy
+from realgraph.planner.costs.lengths import quantiles
+from realgraph.planner.inputs.workload import Workload
+from realgraph.planner.options.calls import running_sequences
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.attention.pages import PAGE_TOKENS, PagePool, pages_for
 from realgraph.runtime.engine import Completion, Request, RolloutLimits
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from realgraph.runtime.generate.prefill import shared_pages
+from tests.planner_cases import grpo, request
 from tests.rollouts import model, requests, run
 
 DOUBLE = model("qwen3", 5).double()
@@ -144,6 +151,32 @@ def test_a_quarter_of_the_places_runs_more_sequences_than_a_quarter(seed: int) -
         assert engine._pool.held <= pages_for(cache)
     assert most > 8
     assert {i: c.tokens for i, c in done.items()} == {i: c.tokens for i, c in expected.items()}
+
+
+@pytest.mark.parametrize(("prompt", "longest", "cache"), [(6, 8, 1024), (6, 24, 1024), (20, 24, 1024), (40, 24, 1024)])
+def test_a_plan_counts_the_sequences_and_the_steps_of_the_engine(prompt: int, longest: int, cache: int) -> None:
+    """The sequences that a cache holds, prompts of whole pages shared by their samples, and the steps of a batch, with
+    those that take prompts in: fewer than the plan counts where a new group waits for the pages of its prompt."""
+    rng = random.Random(longest)
+    tokens = [rng.randint(1, longest) for _ in range(320)]
+    prompts = [tuple(rng.randrange(1, 50) for _ in range(prompt)) for _ in range(40)]
+    engine = ContinuousBatch(DOUBLE, RolloutLimits(max_running=len(tokens), max_cache_tokens=cache))
+    engine.submit([Request(i, prompts[i // 8], n, seed=i) for i, n in enumerate(tokens)])
+    running, admitting = [0], 0
+    while not engine.idle:
+        waiting = engine.waiting
+        engine.step()
+        admitting += engine.waiting < waiting
+        running.append(engine.running)
+    lengths = quantiles(tokens)
+    mean = sum(tokens) / len(tokens)
+    asked = request(grpo(), workload=Workload(40, 8, prompt, longest, mean, lengths=lengths))
+    slots = running_sequences(asked, Layout(DeviceMesh(0, 1)), cache)
+    work = GenerateWork(len(tokens), 8, float(prompt), mean, longest, slots, lengths)
+    steps = occupancy(work.distribution, work.samples, slots, 1).steps.sum()
+    assert slots == pytest.approx(sorted(running)[len(running) // 2], rel=0.25)
+    assert steps == pytest.approx(len(running) - 1, rel=0.12)
+    assert 1 + _refills(work, work.samples) == pytest.approx(admitting, rel=0.3 if prompt < 40 else 0.5)
 
 
 def test_samples_of_a_prompt_share_its_full_pages() -> None:

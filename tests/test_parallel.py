@@ -11,11 +11,13 @@ from realgraph.graphs.maths import KL, Decoupled, Entropy, Loss, PolicyGradient,
 from realgraph.graphs.spec import ModelRole, Optimizer, Train
 from realgraph.planner.plan.layout import DeviceMesh, Layout, Recompute
 from realgraph.runtime.batch import Packed
-from realgraph.runtime.engine import LogprobGap, NumericsError, TrainSettings
+from realgraph.runtime.engine import TrainOptions, TrainSettings
+from realgraph.runtime.logprob_gap import LogprobGap
 from realgraph.runtime.models.weights import whole
 from realgraph.runtime.parallel.groups import LayoutRanks, Ranks
 from realgraph.runtime.parallel.rendezvous import CollectiveError
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
+from realgraph.runtime.train.errors import NumericsError
 from realgraph.runtime.wire.protocol import Metric, merge
 from tests import tiny
 from tests.ranks import RankProcesses, joined
@@ -103,7 +105,8 @@ def train(
         one.load_weights(whole(iter([(n, t + 0.1 if n == "score.weight" else t) for n, t in one.weights()])), 0)
     metrics = []
     for step in range(N_STEPS):
-        metrics.append(one.train(call(role.head), shares(minibatches(step, role.dtype), ranks, step), recompute))
+        batches = shares(minibatches(step, role.dtype), ranks, step)
+        metrics.append(one.train(call(role.head), batches, TrainOptions(recompute)))
     return metrics, {name: tensor.double().numpy() for name, tensor in one.weights()}
 
 
@@ -155,6 +158,31 @@ def test_two_ranks_equal_one(
         assert ours.keys() == weights.keys()
         for name in weights:
             assert close(ours[name], weights[name], 1e-12 if dtype == "float64" else 1e-3), name
+
+
+def looked_at(ranks: LayoutRanks, folder: Path, sharding: Sharding, looks: bool) -> tuple[dict[str, Any], list[bool]]:
+    """Weights after two calls, in whose middle the engine infers; whether they were those before the call each time."""
+    one, same = engine(ranks, folder, role_of("lm", "float64"), sharding), list[bool]()
+    for step in range(2):
+        batches = shares(minibatches(step, "float64"), ranks, step)
+        before = one.inference(batches[0], "logprobs", 1.0)
+
+        def look(before: torch.Tensor = before, batch: Packed = batches[0]) -> None:
+            same.append(torch.equal(one.inference(batch, "logprobs", 1.0), before))
+
+        one.train(call("lm"), batches, TrainOptions(before_step=look if looks else None))
+    return {name: tensor.double().numpy() for name, tensor in one.weights()}, same
+
+
+@pytest.mark.parametrize("sharding", ["replicated", "fsdp"])
+def test_weights_are_looked_at_before_they_change_and_no_number_does(
+    two: RankProcesses, folders: dict[str, Path], sharding: Sharding
+) -> None:
+    """Before the first step of a call the last weights are there; later ones see what has been trained."""
+    plain, looked = (two.run(looked_at, folders["tied"], sharding, looks) for looks in (False, True))
+    for (expected, _), (found, same) in zip(plain, looked, strict=True):
+        assert all((found[name] == expected[name]).all() for name in expected)
+        assert len(same) % 2 == 0 and same[0] and same[len(same) // 2] and not same[-1]
 
 
 def save(ranks: LayoutRanks, folder: Path, role: ModelRole, sharding: Sharding, target: Path) -> None:

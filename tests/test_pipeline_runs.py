@@ -1,11 +1,12 @@
 """Runs whose train and inference calls go through pipeline stages: the numbers of one device, checkpoints, resume."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.layout_runs import LayoutRun, check_numbers, check_resume
+from tests.layout_runs import LayoutRun, check_numbers, check_resume, ran
 from tests.runs import home
 
 __all__ = ["home"]
@@ -27,6 +28,12 @@ RUNS = [
     ),
     LayoutRun("ppo_tp_pp", "ppo", 4, dict.fromkeys(PPO_CALLS, FOUR)),
     LayoutRun("grpo_all_pp", "grpo", 2, {"train": SMALL, "rollout": TWO}),
+    LayoutRun(
+        "grpo_all_interleaved",
+        "grpo_deep",
+        2,
+        {"train": {**SMALL, "schedule": "interleaved", "chunks": 2}, "rollout": TWO},
+    ),
 ]
 
 
@@ -47,6 +54,11 @@ def deep(home: Path) -> None:
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_a_run_in_stages_has_the_numbers_of_one_device(home: Path, run: LayoutRun) -> None:
     check_numbers(home, run)
+
+
+def test_generation_lies_on_the_chunks_of_the_weights_that_it_uses(home: Path) -> None:
+    plan = json.loads((ran(home, RUNS[-1]) / "plan.json").read_text())["allocations"]
+    assert plan["rollout"]["layout"]["stages"] == [[1, 1], [1, 1]]
 
 
 def test_a_run_in_stages_goes_on_as_if_it_had_not_stopped(home: Path, tmp_path: Path) -> None:

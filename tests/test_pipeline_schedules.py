@@ -1,5 +1,7 @@
 """Schedules of pipeline stages: those of torch and of the papers, live, and within what the planner counts as kept."""
 
+import random
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,17 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as theirs
 
 from realgraph.planner.costs.memory.activations import Running, in_flight
-from realgraph.runtime.parallel.pipeline.schedules import Action, Order, Pipe, Stuck, forward_orders, orders, timetable
+from realgraph.runtime.parallel.pipeline.schedules import (
+    Action,
+    Handover,
+    Order,
+    Pipe,
+    Stuck,
+    forward_orders,
+    orders,
+    timetable,
+)
+from realgraph.runtime.parallel.pipeline.turns import RolloutTurns
 
 PIPES = st.builds(Pipe, st.integers(2, 8), st.integers(1, 4))
 TURNS = st.integers(1, 5)
@@ -128,3 +140,88 @@ def test_orders_that_can_not_go_on_are_told() -> None:
         timetable(Pipe(2), wrong)
     with pytest.raises(ValueError, match="7 micro-batches are not a multiple of the 4 interleaved stages"):
         orders(Pipe(4, 2), 7)
+
+
+STEPS = st.lists(st.integers(0, 30), min_size=1, max_size=4)  # passes of each step of generation
+Turn = Action | Handover
+
+
+def rollout_turns(pipe: Pipe, steps: list[int], meetings: random.Random | None = None) -> list[list[Turn]]:
+    """Those of each stage, passes of a step numbered behind those of the step before. meetings: stages meet now and
+    then between two passes, which a message from nobody to nobody stands for."""
+    found: list[list[Turn]] = []
+    meet = {(step, i) for step, n in enumerate(steps) for i in range(n) if meetings and meetings.random() < 0.2}
+    for stage in range(pipe.stages):
+        turns, made, base = RolloutTurns(pipe, stage), list[Turn](), 0
+        for step, n in enumerate(steps):
+            new: list[Turn] = []
+            for i in range(n):
+                if (step, i) in meet:
+                    new += [*turns.returns(), Handover(-1, -1, Action("F", i))]
+                new += turns.begin()
+            new += turns.end()
+            made += [numbered(turn, base) for turn in new]
+            base += n
+        found.append(made)
+    return found
+
+
+def numbered(turn: Turn, base: int) -> Turn:
+    action = turn if isinstance(turn, Action) else turn.action
+    action = action._replace(microbatch=action.microbatch + base)
+    return action if isinstance(turn, Action) else turn._replace(action=action)
+
+
+@settings(deadline=None)
+@given(PIPES, STEPS)
+def test_generation_takes_passes_in_one_order_everywhere(pipe: Pipe, steps: list[int]) -> None:
+    """In every chunk of every stage in the order in which they began, and in all chunks."""
+    taken = [[turn for turn in turns if isinstance(turn, Action)] for turns in rollout_turns(pipe, steps)]
+    assert all(each == taken[0] for each in taken)
+    for chunk in range(pipe.chunks):
+        assert [turn.microbatch for turn in taken[0] if turn.chunk == chunk] == list(range(sum(steps)))
+
+
+@settings(deadline=None)
+@given(PIPES, STEPS, st.randoms())
+def test_generation_never_stands_still_where_sending_waits_for_the_other_end(
+    pipe: Pipe, steps: list[int], rng: random.Random
+) -> None:
+    """Each stage does one thing after the other; a message leaves when both ends are at it, and stages meet when all
+    are there."""
+    rest = [deque(turns) for turns in rollout_turns(pipe, steps, rng)]
+    came: set[tuple[int, Action]] = set()
+    while any(rest):
+        heads = [turns[0] if turns else None for turns in rest]
+        movable: list[tuple[int, ...]] = []
+        for stage, head in enumerate(heads):
+            if isinstance(head, Action):
+                assert pipe.before(stage, head.chunk) is None or (stage, head) in came
+                movable.append((stage,))
+            elif head is not None and head.sender == stage and heads[head.receiver] == head:
+                movable.append((stage, head.receiver))
+        if all(isinstance(head, Handover) and head.sender < 0 for head in heads):
+            movable.append(tuple(range(pipe.stages)))
+        assert movable, f"stages wait for each other: {heads}"
+        chosen = rng.choice(movable)
+        head = heads[chosen[0]]
+        if isinstance(head, Handover) and head.sender >= 0:
+            came.add((head.receiver, head.action))
+        for stage in chosen:
+            rest[stage].popleft()
+
+
+@settings(deadline=None)
+@given(PIPES, st.integers(1, 40))
+def test_stages_of_generation_are_busy_from_their_first_pass_to_their_last(pipe: Pipe, n: int) -> None:
+    """Each takes one pass after the other, a tick later than the stage before it, where there are as many as stages. Of
+    fewer each has to come back before it goes on."""
+    done: dict[tuple[int, Action], int] = {}
+    free = [0] * pipe.stages
+    (taken, *_) = ([turn for turn in turns if isinstance(turn, Action)] for turns in rollout_turns(pipe, [n]))
+    for action in taken:
+        for stage in range(pipe.stages):
+            before = pipe.before(stage, action.chunk)
+            start = 0 if before is None else done[before[0], action._replace(chunk=before[1])]
+            done[stage, action] = free[stage] = max(free[stage], start) + 1
+    assert max(free) == pipe.chunks * max(n, pipe.stages) - max(0, pipe.stages - n) + pipe.stages - 1

@@ -14,7 +14,8 @@ from realgraph.planner.inputs.model_spec import spec_from_config
 from realgraph.planner.plan.axes import coordinates_of
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.plan.stages import layer_ranges, stages_of
-from realgraph.runtime.engine import LogprobGap, NumericsError, TrainSettings
+from realgraph.runtime.engine import TrainSettings
+from realgraph.runtime.logprob_gap import LogprobGap
 from realgraph.runtime.models.models import Start, build
 from realgraph.runtime.parallel.cuts import Box, Shard, cut
 from realgraph.runtime.parallel.groups import LayoutRanks
@@ -23,6 +24,7 @@ from realgraph.runtime.parallel.pipeline.schedules import Action, Pipe
 from realgraph.runtime.parallel.pipeline.stage import layer_stages
 from realgraph.runtime.parallel.rendezvous import CollectiveError
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
+from realgraph.runtime.train.errors import NumericsError
 from tests import tiny
 from tests.engines import CPU, OPTIMIZER, call
 from tests.ranks import RankProcesses, joined

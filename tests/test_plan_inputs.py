@@ -210,13 +210,14 @@ def test_devices_without_memory_are_no_division_by_zero(tmp_path: Path) -> None:
     ("override", "says"),
     [
         ("batch.groups=1000000000000", "can be planned"),
-        ("params.group_size=1000000000", "can be planned"),
+        ("params.group_size=1000000000", "<= 10,000"),
+        ("params.group_size=10000 batch.groups=1000000", "can be planned"),
         ("staleness=1000000000000000000000", "whole numbers end at"),
     ],
 )
 def test_a_step_beyond_all_clusters_is_refused(override: str, says: str, run_file: Path) -> None:
     with pytest.raises(ConfigError, match=says):
-        plan_command(run_file, [override, "data.path=openai/gsm8k", "data.subset=main"], BRIEF)
+        plan_command(run_file, [*override.split(), "data.path=openai/gsm8k", "data.subset=main"], BRIEF)
 
 
 def test_a_sweep_of_a_mixed_cluster_says_which_devices_it_counts(

@@ -17,7 +17,10 @@ from realgraph.plan.limits import interruptible
 from realgraph.plan.options import PlanOptions
 from realgraph.plan.session import NoPlanYet
 from realgraph.planner.plan.codec import plan_from_json
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.plan.problem import Limits
 from realgraph.planner.report.content import Comparison
+from realgraph.planner.request.request import PlanRequest
 from tests.console_script import typed
 from tests.plan_reports import overlapping
 
@@ -139,7 +142,7 @@ def test_ctrl_c_takes_what_was_found(run_file: Path) -> None:
             plan = plan_command(run_file, large, PlanOptions(brief=True))
         except NoPlanYet as error:
             code = error.exit_code
-        ring.join()
+        ring.join(20)
     assert code == (0 if plan else 130)
     assert plan is None or plan.stopped in ("interrupted", "proven")
     assert plan is None or 0 < plan.lower_bound_seconds <= plan.period_seconds
@@ -179,3 +182,22 @@ def test_a_search_that_ended_too_early_says_so() -> None:
     assert "symmetric takes" in cut_short(early, (slower, faster))
     assert not cut_short(early, (slower,)) and not cut_short(plan, (faster,))
     assert not cut_short(early, (Comparison("free choice", 1.0),))
+
+
+def test_a_simpler_plan_is_told_with_its_cost_unless_the_fastest_is_asked_for(
+    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def simpler_by_one_percent(request: PlanRequest, plan: Plan, limits: Limits) -> Plan:
+        exact = plan.period_seconds / 1.01
+        return msgspec.structs.replace(plan, exact_seconds=exact, simplified=("train: 1F1B, not interleaved x8",))
+
+    monkeypatch.setattr(plan_command_module, "simplest", simpler_by_one_percent)
+    plan_command(run_file, options=PlanOptions(brief=True))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "simpler, and 1.0 % longer than the best plan found, within the error bar of " in said
+    assert "train: 1F1B, not interleaved x8 (--exact for the best)" in said
+    assert " of the best plan found, searched for " in said and "what a stream of generation loses" not in said
+    assert not plan_command(run_file, options=PlanOptions(brief=True, exact=True)).simplified
+    assert "simpler, and" not in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--robust and --exact say two things"):
+        plan_command(run_file, options=PlanOptions(robust=True, exact=True))

@@ -1,6 +1,8 @@
 """Plans as JSON: exact both ways, and edits that went wrong are named by their path."""
 
 import json
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -43,6 +45,7 @@ ALLOCATIONS = st.builds(
     residency=st.sampled_from(["resident", "offloaded", "reallocated"]),
     seconds=SECONDS,
     peak_bytes=COUNTS,
+    bound_bytes=COUNTS,
     worst_term=WORDS,
     latency_seconds=SECONDS,
     microbatches=COUNTS,
@@ -77,12 +80,14 @@ def test_a_plan_survives_its_json_exactly(plan: Plan) -> None:
     assert plan_from_json(plan_to_json(plan)) == plan
 
 
-FOUND = search(request(ppo()))
+@cache
+def found() -> Plan:
+    return search(request(ppo()))
 
 
 def changed(*path: str | int, to: Any) -> str:
     """The plan's JSON with one value replaced; a new name adds a field."""
-    raw = json.loads(plan_to_json(FOUND))
+    raw = json.loads(plan_to_json(found()))
     at = raw
     for step in path[:-1]:
         at = at[step]
@@ -98,45 +103,53 @@ def changed(*path: str | int, to: Any) -> str:
         ('{"a": 1, "a": 2}', "", "'a' stands twice"),
         ("[]", "$", "a plan is a JSON object"),
         ("{}", "$", "missing required field `allocations`"),
-        (changed("format", to=7), "$.format", "format 7"),
+        (partial(changed, "format", to=7), "$.format", "format 7"),
         (
-            changed("allocations", "ref", "layout", "dp", to="8"),
+            partial(changed, "allocations", "ref", "layout", "dp", to="8"),
             "$.allocations.ref.layout.dp",
             "expected `int`, got `str`",
         ),
         (
-            changed("allocations", "ref", "layout", "shardng", to="fsdp"),
+            partial(changed, "allocations", "ref", "layout", "shardng", to="fsdp"),
             "$.allocations.ref.layout.shardng",
             "'sharding'?",
         ),
-        (changed("allocations", "ref", "layout", "sharding", to="fdsp"), "$.allocations.ref.layout.sharding", "fdsp"),
         (
-            changed("allocations", "ref", "layout", "mesh", "frist", to=0),
+            partial(changed, "allocations", "ref", "layout", "sharding", to="fdsp"),
+            "$.allocations.ref.layout.sharding",
+            "fdsp",
+        ),
+        (
+            partial(changed, "allocations", "ref", "layout", "mesh", "frist", to=0),
             "$.allocations.ref.layout.mesh.frist",
             "'first'?",
         ),
         (
-            changed("allocations", "ref", "layout", "mesh", to=[0, 8]),
+            partial(changed, "allocations", "ref", "layout", "mesh", to=[0, 8]),
             "$.allocations.ref.layout.mesh",
             "expected `object`",
         ),
         (
-            changed("allocations", "ref", "layout", "stages", to=[[14], [-1]]),
+            partial(changed, "allocations", "ref", "layout", "stages", to=[[14], [-1]]),
             "$.allocations.ref.layout.stages[1][0]",
             ">= 0",
         ),
-        (changed("allocations", "ref", "layout", "stages", to=[28]), "$.allocations.ref.layout.stages[0]", "`array`"),
-        (changed("allocations", "ref", to=None), "$.allocations.ref", "expected `object`"),
-        (changed("allocations", to=[]), "$.allocations", "expected `object`"),
-        (changed("orders", "0", 1, "offset", to=0.5), "$.orders.0[1].offset", "expected `int`"),
-        (changed("orders", "0", 1, "ofset", to=1), "$.orders.0[1].ofset", "'offset'?"),
-        (changed("orders", "x", to=[]), "$.orders", "expected `int`"),
-        (changed("period", to=1.0), "$.period", "'period_seconds'?"),
+        (
+            partial(changed, "allocations", "ref", "layout", "stages", to=[28]),
+            "$.allocations.ref.layout.stages[0]",
+            "`array`",
+        ),
+        (partial(changed, "allocations", "ref", to=None), "$.allocations.ref", "expected `object`"),
+        (partial(changed, "allocations", to=[]), "$.allocations", "expected `object`"),
+        (partial(changed, "orders", "0", 1, "offset", to=0.5), "$.orders.0[1].offset", "expected `int`"),
+        (partial(changed, "orders", "0", 1, "ofset", to=1), "$.orders.0[1].ofset", "'offset'?"),
+        (partial(changed, "orders", "x", to=[]), "$.orders", "expected `int`"),
+        (partial(changed, "period", to=1.0), "$.period", "'period_seconds'?"),
     ],
 )
-def test_an_edit_that_went_wrong_is_named(text: str, path: str, says: str) -> None:
+def test_an_edit_that_went_wrong_is_named(text: str | Callable[[], str], path: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        plan_from_json(text, "plan.json")
+        plan_from_json(text if isinstance(text, str) else text(), "plan.json")
     assert any(
         str(p.where).startswith("plan.json") and path in str(p.where) and says in str(p) for p in caught.value.problems
     ), caught.value

@@ -132,7 +132,7 @@ def test_a_decode_step_of_experts_over_two_nodes() -> None:
     assert step.seconds(4, 1000) == pytest.approx(expected + step.fixed)
 
 
-@pytest.mark.parametrize(("longest", "mean", "refills"), [(64, 64.0, 3.0), (1000, 100.0, 3 * 99.0)])
+@pytest.mark.parametrize(("longest", "mean", "refills"), [(64, 64.0, 3.0), (1000, 100.0, 3 * 100.0)])
 def test_on_a_cpu_each_step_that_takes_prompts_in_is_a_pass_of_its_own(
     longest: int, mean: float, refills: float
 ) -> None:

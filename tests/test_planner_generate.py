@@ -192,6 +192,8 @@ def test_a_pipeline_takes_a_turn_of_its_slowest_stage_for_each_group_on_its_way(
     assert found == pytest.approx(4 * (turn + 1e-5), rel=0.01)
     assert decode_seconds(staged(((8,), (8,), (8,), (8,))), running, 1000.0) > 1.1 * found
     assert decode_seconds(staged(), running, 1000.0) <= found
+    halved = decode_seconds(staged(((5, 4), (5, 4), (5, 4), (3, 2))), running, 1000.0)
+    assert halved - found == pytest.approx(4 * 1e-5, rel=0.01)  # each group is handed over twice as often
 
 
 def test_fewer_sequences_than_stages_pass_all_of_them() -> None:

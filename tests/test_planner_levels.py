@@ -3,15 +3,19 @@
 from math import inf, isfinite
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from realgraph.graphs.graph import Graph
 from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.options.tables import problem_of
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.plan.problem import Limits, Solution
+from realgraph.planner.request.constraints import Constraints
 from realgraph.planner.request.request import PlanRequest, at_staleness, kept_by
-from realgraph.planner.search import streams
+from realgraph.planner.search import levels, streams
 from realgraph.planner.search.baselines import baselines_of, best_of_rules
 from realgraph.planner.search.levels import levels_up_to
 from realgraph.planner.search.search import search
@@ -50,6 +54,32 @@ def test_a_larger_staleness_bound_never_makes_a_plan_slower(name: str) -> None:
         assert all(plan.period_seconds <= rule * (1 + slack) for rule in rules_of(here, plan)), staleness
         before, least = plan.period_seconds, min(least, plan.period_seconds)
         assert plan.lower_bound_seconds <= least
+
+
+@settings(max_examples=3, deadline=None)
+@given(
+    algorithm=st.sampled_from([grpo(), ppo()]),
+    together=st.booleans(),
+    groups=st.integers(4, 64),
+    mean=st.floats(100.0, 450.0),
+    bounds=st.tuples(st.integers(0, 3), st.integers(1, 4)),
+)
+@example(algorithm=grpo(), together=False, groups=16, mean=200.0, bounds=(4, 4))
+def test_more_staleness_never_makes_the_plan_of_a_random_run_slower(
+    algorithm: Graph, together: bool, groups: int, mean: float, bounds: tuple[int, int]
+) -> None:
+    """Also above the steps of which each is searched, of which there are few here. bounds: the smaller, and what the
+    larger has more; of the example's, the level of the larger alone has a slower plan."""
+    work = Workload(groups, 8, 256, 512, mean)
+    drawn = request(algorithm, "Qwen/Qwen3-0.6B", cluster(devices=2), workload=work)
+    drawn = replace(drawn, constraints=Constraints(colocated=together))
+    less, more = bounds[0], sum(bounds)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(levels, "EVERY_LEVEL_STEPS", 2)
+        before, after = (search(at_staleness(drawn, bound), Limits(gap=0.0, seconds=60.0)) for bound in (less, more))
+    assert before.stopped != "time limit" and after.stopped != "time limit"
+    assert after.period_seconds <= before.period_seconds * (1 + 1e-9)
+    assert after.staleness <= more and after.lower_bound_seconds <= before.lower_bound_seconds * (1 + 1e-9)
 
 
 def test_levels_of_a_smaller_bound_are_among_those_of_a_larger_one() -> None:

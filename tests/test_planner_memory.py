@@ -13,6 +13,7 @@ from realgraph.planner.inputs.model_spec import LatentAttention, ModelSpec
 from realgraph.planner.options.pricing import copy_of
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.request.engine_support import run_support
+from realgraph.planner.request.request import at_staleness
 from realgraph.runtime.engine import RolloutLimits
 from tests.planner_cases import cluster, grpo, known, request
 
@@ -84,6 +85,15 @@ def test_a_distributed_optimizer_has_each_state_once(dp: int, tp: int, pp: int, 
     assert even <= states.optimizer <= even + rest
 
 
+@pytest.mark.parametrize(("kind", "staleness", "copies"), [("cpu", 0, 1), ("cpu", 2, 2), ("H100-SXM", 2, 1)])
+def test_weights_of_a_stream_on_cpus_count_twice(kind: str, staleness: int, copies: int) -> None:
+    """New ones come to memory beside those in use; elsewhere they overwrite them."""
+    asked = at_staleness(request(grpo(), "Qwen/Qwen3-0.6B", cluster(kind, 2)), staleness)
+    own = memory.frozen_copy(asked.model("rollout"), asked.role("rollout"), layout())
+    held = copy_of(asked, "rollout", layout(), asked.cluster)
+    assert (held.weights, held.total) == (copies * own.weights, copies * own.weights)
+
+
 def test_experts_of_a_replica_lie_whole_where_its_engine_does_not_cut_them_further() -> None:
     """The embedded engine spreads them over ep devices alone, of which tp may have more."""
     asked = request(grpo(), "Qwen/Qwen3-30B-A3B")
@@ -105,11 +115,12 @@ def test_one_rank_of_fsdp_holds_what_a_whole_copy_does() -> None:
 
 
 def test_what_fsdp_gathers_by_hand() -> None:
-    """Llama 3.1 8B: two layers of 218,112,000 parameters, embedding and head; gradients of one layer and the ends."""
+    """Llama 3.1 8B: three times a layer's 218,112,000 parameters (in use, on its way, the buffer that it is copied out
+    of), embedding and head; gradients of one layer and the ends."""
     model, ends = known("meta-llama/Llama-3.1-8B"), 2 * 128256 * 4096
     sharded = replace(layout(8), sharding="fsdp")
     trains = memory.gathered(model, BF16, sharded, Running())
-    assert trains.weights == 2 * (2 * 218_112_000 + ends)
+    assert trains.weights == 2 * (3 * 218_112_000 + ends)
     assert trains.gradients == 4 * (218_112_000 + ends)
     assert memory.gathered(model, BF16, sharded, None).gradients == 0
     assert memory.gathered(model, BF16, layout(8), Running()).total == 0
@@ -132,10 +143,10 @@ def test_sharded_experts_that_lie_on_one_device_are_cast_and_not_gathered(dp: in
     model, expert = known("Qwen/Qwen3-30B-A3B"), 3 * 2048 * 768
     spread, whole = (replace(layout(dp, ep=ep), sharding="fsdp") for ep in (8, 1))
     held = memory.gathered(model, BF16, spread, Running())
-    rest = memory.gathered(model, BF16, whole, Running()).weights - 2 * 2 * 128 * expert
-    assert held.weights == rest + (48 if alone else 2) * 2 * 16 * expert
+    rest = memory.gathered(model, BF16, whole, Running()).weights - 2 * 3 * 128 * expert
+    assert held.weights == rest + (48 if alone else 3) * 2 * 16 * expert
     again = memory.gathered(model, BF16, spread, Running("full"))
-    assert again.weights == rest + (1 if alone else 2) * 2 * 16 * expert
+    assert again.weights == rest + (1 if alone else 3) * 2 * 16 * expert
 
 
 def test_rescue_copies_are_two_of_weights_moments_and_masters() -> None:
@@ -268,12 +279,36 @@ def test_latent_attention_caches_one_latent_a_token() -> None:
     assert wide == 61 * 576 * 2 * (4096 + 16)  # every tp rank keeps the whole latent, and a page for padding
 
 
-def test_what_a_plan_may_fill_leaves_room_for_runtime_and_fragments() -> None:
+def test_what_a_plan_may_fill_leaves_room_for_the_runtime_and_on_a_cpu_for_all_else_that_runs() -> None:
     gpu = cluster("H100-SXM", 8)
-    assert memory.usable_bytes(gpu) == round(0.94 * 85.5e9) - 1_500_000_000
+    assert memory.usable_bytes(gpu) == 85_500_000_000 - 1_500_000_000
+    cpu = replace(gpu, kind="cpu", memory_bytes=10**10)
+    assert memory.usable_bytes(cpu) == round(0.94 * 1e10) - 600_000_000
     assert memory.usable_bytes(replace(gpu, memory_bytes=1)) == 0
     more = replace(gpu, memory_bytes=2 * gpu.memory_bytes)
     assert memory.usable_bytes(more) > memory.usable_bytes(gpu)
+
+
+def test_each_axis_beyond_the_first_has_a_communicator_of_its_own() -> None:
+    """NCCL's buffers: 24 channels, two neighbours, 4 MiB, 4.7 MiB and 0.5 MiB."""
+    each = memory.communicators(layout(dp=2, tp=2)).total
+    assert each == pytest.approx(24 * 2 * (4 + 4.6875 + 0.5) * 2**20, rel=2e-3)
+    assert [memory.communicators(one).total for one in (layout(), layout(dp=8), layout(dp=2, tp=2, pp=2, cp=2))] == [
+        0,
+        0,
+        3 * each,
+    ]
+
+
+def test_experts_outputs_are_weighted_in_float32() -> None:
+    """Qwen3 30B-A3B: 8 experts a token give 2048 numbers each, with two float32 copies; where spread, tp cuts them."""
+    model, tokens = known("Qwen/Qwen3-30B-A3B"), 4096
+    for cut in (layout(), layout(tp=4), layout(tp=4, ep=4)):
+        without, default = (
+            memory.train_activations(model, BF16, cut, tokens, running) for running in (Running(combined=0), Running())
+        )
+        shares = cut.tp if cut.ep > 1 else 1
+        assert default.total - without.total == 2 * 4 * 8 * 2048 * tokens // shares
 
 
 def test_a_footprint_names_its_largest_term() -> None:

@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from realgraph.graphs.check.compile import compile_graph
 from realgraph.graphs.errors import ConfigError
+from realgraph.graphs.facts import Facts
 from realgraph.graphs.maths import Loss
 from realgraph.graphs.spec import ModelRole, Train
 from realgraph.planner.advise.alternatives import alternatives
@@ -16,7 +18,7 @@ from realgraph.planner.costs.memory.memory import Running
 from realgraph.planner.feasibility.changes import WAYS
 from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.inputs.workload import Workload
-from realgraph.planner.options.calls import input_bytes, input_seconds
+from realgraph.planner.options.calls import input_bytes, input_seconds, train_work
 from realgraph.planner.options.choices import candidates
 from realgraph.planner.options.passes import schedule_fault
 from realgraph.planner.options.pricing import holding
@@ -28,7 +30,9 @@ from realgraph.planner.request.engine_support import TORCH, Axis
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import Infeasible, reprice, search
+from tests.generating import beside_tree
 from tests.planner_cases import cluster, graph, known, ppo, request
+from tests.strategies import spec_of, where
 
 BF16 = ModelRole(trainable=True, dtype="bfloat16")
 QUICK = Limits(gap=0.01, seconds=20.0)
@@ -101,7 +105,7 @@ def test_a_pin_that_keeps_too_much_is_told_what_keeps_less() -> None:
         asked = replace(base, pins=pins[way])
         offered = candidates(asked, "train", DeviceMesh(0, 8), asked.cluster)
         held = [holding(asked, "train", candidate, asked.cluster) for candidate in offered]
-        least[way] = min(one.resident.total + one.active.total for one in held)
+        least[way] = min(one.resident.total + one.active.total + one.margin for one in held)
     tight = Constraints(memory_gb=(least["none"] + least["selective"]) / 2e9, offload=False)
     with pytest.raises(Infeasible) as raised:
         search(replace(base, pins=pins["none"], constraints=tight), QUICK)
@@ -251,3 +255,12 @@ def test_every_call_that_reads_trained_weights_has_a_transport() -> None:
     assert plan.reallocation_transport.keys() == {"generate", "values"}
     for name, transport in plan.reallocation_transport.items():
         assert (transport == "in_place") == (plan.reallocation_seconds.get(name, 0.0) == 0.0)
+
+
+def test_a_call_on_the_datas_sequences_has_one_a_group() -> None:
+    asked = request(compile_graph(spec_of(beside_tree(8)), where, Facts()))
+    option = CallOption(Layout(DeviceMesh(0, 1)), 4096)
+    samples, sequences = (train_work(asked, name, option) for name in ("train", "sft"))
+    assert samples.tokens == 8 * sequences.tokens
+    assert (samples.samples_per_group, sequences.samples_per_group) == (8, 1)
+    assert input_bytes(asked, "sft") == 0.0

@@ -217,7 +217,7 @@ def test_an_edited_plan_without_the_memory_is_refused_at_the_call_before() -> No
     both = plan(PPO, {}, IN_TURN, frozenset({"actor_train", "critic_train"}))
     late = repriced(PPO, both)
     early = with_prefetches(PPO, late)
-    most = max(allocation.peak_bytes for allocation in late.allocations.values())
+    most = max(allocation.bound_bytes for allocation in late.allocations.values())
     tight = limited(PPO, (most + 1_000_000) / 1e9)
     assert validate(both, tight) == ()
     found = {problem.where.path: problem.rule for problem in validate(early, tight)}

@@ -1,6 +1,7 @@
 """Beside the best plan: what a call could be instead, other clusters and settings, steadiness, synchronous runs."""
 
 import random
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from realgraph.planner.advise import sweep
 from realgraph.planner.advise.alternatives import alternatives
 from realgraph.planner.advise.robust import erring, robust, scenario
 from realgraph.planner.advise.sweep import changes_tried, hints, is_conclusive, larger_memory, resize, synchronous
@@ -21,7 +23,7 @@ from realgraph.planner.plan.problem import Limits, Solution
 from realgraph.planner.request.constraints import Constraints
 from realgraph.planner.request.cost_table import CostTable, PhaseFactor
 from realgraph.planner.request.pins import Pin
-from realgraph.planner.request.request import hashes
+from realgraph.planner.request.request import PlanRequest, at_staleness, hashes
 from realgraph.planner.search.search import Infeasible, events_of, reprice, search, solved
 from realgraph.planner.solve.memory import device_excess
 from realgraph.planner.solve.solver import evaluate
@@ -147,6 +149,35 @@ def test_other_devices_are_hinted_at_only_where_they_are_faster(kind: str, large
     assert tried.conclusive
     assert (tried.hint is not None) == wanted
     assert tried.hint is None or tried.hint.gain > 0
+
+
+@pytest.mark.parametrize(
+    ("own", "periods", "gains"),
+    [
+        (0, {1: 3.0, 2: 4.0}, {1: None, 2: None, 4: None}),
+        (2, {0: 2.0, 1: 3.0}, {0: None, 1: None, 4: None}),
+        (2, {0: 2.5, 1: 1.6, 4: 1.8}, {0: -0.2, 1: 0.25, 4: 0.25}),
+        (0, {1: 3.0, 2: 1.0, 4: 1.25}, {1: None, 2: 1.0, 4: 1.0}),
+    ],
+)
+def test_no_larger_staleness_bound_is_said_to_be_slower(
+    own: int, periods: dict[int, float], gains: dict[int, float | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """own: staleness of the run, whose plan takes 2 seconds; periods: of each level by itself, none where none fits."""
+
+    def of_level(changed: PlanRequest, limits: Limits, levels: Sequence[int]) -> Plan:
+        if changed.workload.staleness not in periods:
+            raise Infeasible((), (), ())
+        seconds = periods[changed.workload.staleness]
+        return replace(best(), period_seconds=seconds, lower_bound_seconds=seconds)
+
+    monkeypatch.setattr(sweep, "search", of_level)
+    plan = replace(best(), period_seconds=2.0, lower_bound_seconds=2.0)
+    found = {one.text: one for one in sweep._staler(at_staleness(PPO, own), plan, QUICK)}
+    assert found.keys() == {f"staleness {bound}" for bound in gains}
+    for bound, gain in gains.items():
+        tried = found[f"staleness {bound}"]
+        assert tried.conclusive and (tried.hint.gain if tried.hint else None) == (gain and pytest.approx(gain))
 
 
 def test_changes_that_were_not_tried_are_not_told() -> None:

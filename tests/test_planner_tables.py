@@ -9,7 +9,7 @@ import pytest
 
 from realgraph.graphs.maths import Loss
 from realgraph.graphs.spec import Advantage, Function, Generate, ModelRole, Train
-from realgraph.planner.costs.memory.memory import DType
+from realgraph.planner.costs.memory.memory import DType, communicators
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.options.calls import is_trained, microbatches_of
@@ -109,6 +109,7 @@ def test_gradients_are_there_only_while_a_call_trains() -> None:
         states = copy_of(asked, "train", candidate.layout, asked.cluster)
         waits = held.host if candidate.residency == "offloaded" else held.resident.total
         assert waits == states.weights + states.optimizer
+        assert held.active.buckets >= communicators(candidate.layout).total
         assert held.resident.gradients == 0 < states.gradients <= held.active.gradients
 
 

@@ -1,5 +1,7 @@
 """Plans that were edited by hand: every reason why one can't run, with its place in the file."""
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
@@ -10,7 +12,7 @@ from realgraph.planner.request.constraints import Constraints
 from realgraph.planner.request.cost_table import CostTable, PhaseFactor
 from realgraph.planner.request.engine_support import TORCH
 from realgraph.planner.request.pins import Pin
-from realgraph.planner.request.request import at_staleness, hashes
+from realgraph.planner.request.request import PlanRequest, at_staleness, hashes
 from realgraph.planner.search.search import reprice, search
 from tests.planner_cases import cluster, grpo, ppo, request
 
@@ -25,85 +27,139 @@ def edited(plan: Plan, call: str, **changes: object) -> Plan:
     return replace(plan, allocations={**plan.allocations, call: changed})
 
 
+_found: list[tuple[PlanRequest, Plan]] = []
+
+
+def found(asked: PlanRequest) -> Plan:
+    """The plan of a request below, searched once, when it is first asked for: no import waits for it."""
+    plan = next((plan for other, plan in _found if other is asked), None)
+    if plan is None:
+        plan = search(asked)
+        _found.append((asked, plan))
+    return plan
+
+
 PPO = request(ppo(), "Qwen/Qwen3-0.6B")
-FOUND = search(PPO)
 LATE = tuple(Turn(name) for name in ("ref", "values", "actor_train", "critic_train", "generate"))
 
 
 @pytest.mark.parametrize(
-    ("plan", "path", "says"),
+    ("edit", "path", "says"),
     [
-        (edited(FOUND, "generate", cp=2, dp=4), "$.allocations.generate.layout.cp", "a decode step has one"),
-        (edited(FOUND, "ref", tp=3, dp=2), "$.allocations.ref.layout.tp", "set tp to 1, 2, 4, 8 or 16"),
-        (edited(FOUND, "ref", dp=4), "$.allocations.ref.layout", "the mesh has 8 devices"),
-        (edited(FOUND, "ref", dp=0), "$.allocations.ref.layout.dp", "at least 1"),
-        (edited(FOUND, "ref", mesh=DeviceMesh(4, 8)), "$.allocations.ref.layout.mesh", "not all of the cluster's"),
-        (edited(FOUND, "generate", sharding="fsdp"), "$.allocations.generate.layout.sharding", "whole weights"),
-        (edited(FOUND, "generate", kv_cache_tokens=10), "$.allocations.generate.kv_cache_tokens", "hold no sample"),
-        (edited(FOUND, "generate", kv_cache_tokens=None), "$.allocations.generate.kv_cache_tokens", "has no tokens"),
         (
-            edited(FOUND, "generate", max_tokens_per_microbatch=9),
+            lambda plan: edited(plan, "generate", cp=2, dp=4),
+            "$.allocations.generate.layout.cp",
+            "a decode step has one",
+        ),
+        (lambda plan: edited(plan, "ref", tp=3, dp=2), "$.allocations.ref.layout.tp", "set tp to 1, 2, 4, 8 or 16"),
+        (lambda plan: edited(plan, "ref", dp=4), "$.allocations.ref.layout", "the mesh has 8 devices"),
+        (lambda plan: edited(plan, "ref", dp=0), "$.allocations.ref.layout.dp", "at least 1"),
+        (
+            lambda plan: edited(plan, "ref", mesh=DeviceMesh(4, 8)),
+            "$.allocations.ref.layout.mesh",
+            "not all of the cluster's",
+        ),
+        (
+            lambda plan: edited(plan, "generate", sharding="fsdp"),
+            "$.allocations.generate.layout.sharding",
+            "whole weights",
+        ),
+        (
+            lambda plan: edited(plan, "generate", kv_cache_tokens=10),
+            "$.allocations.generate.kv_cache_tokens",
+            "hold no sample",
+        ),
+        (
+            lambda plan: edited(plan, "generate", kv_cache_tokens=None),
+            "$.allocations.generate.kv_cache_tokens",
+            "has no tokens",
+        ),
+        (
+            lambda plan: edited(plan, "generate", max_tokens_per_microbatch=9),
             "$.allocations.generate.max_tokens",
             "this one has kv_cache_tokens",
         ),
-        (edited(FOUND, "ref", kv_cache_tokens=9), "$.allocations.ref.kv_cache_tokens", "belongs to generate calls"),
-        (edited(FOUND, "ref", max_tokens_per_microbatch=None), "$.allocations.ref.max_tokens", "has no tokens"),
-        (edited(FOUND, "ref", max_tokens_per_microbatch=1 << 24), "$.allocations.ref", "GB on device 0"),
         (
-            edited(FOUND, "generate", residency="offloaded"),
+            lambda plan: edited(plan, "ref", kv_cache_tokens=9),
+            "$.allocations.ref.kv_cache_tokens",
+            "belongs to generate calls",
+        ),
+        (
+            lambda plan: edited(plan, "ref", max_tokens_per_microbatch=None),
+            "$.allocations.ref.max_tokens",
+            "has no tokens",
+        ),
+        (lambda plan: edited(plan, "ref", max_tokens_per_microbatch=1 << 24), "$.allocations.ref", "GB on device 0"),
+        (
+            lambda plan: edited(plan, "generate", residency="offloaded"),
             "$.allocations.generate.residency",
             "weights that 'actor_train' trains",
         ),
-        (edited(FOUND, "values", residency="offloaded"), "$.allocations.values.residency", "'critic_train' trains"),
-        (edited(FOUND, "ref", residency="reallocated"), "$.allocations.ref.residency", "weights that nothing trains"),
         (
-            edited(FOUND, "actor_train", residency="reallocated"),
+            lambda plan: edited(plan, "values", residency="offloaded"),
+            "$.allocations.values.residency",
+            "'critic_train' trains",
+        ),
+        (
+            lambda plan: edited(plan, "ref", residency="reallocated"),
+            "$.allocations.ref.residency",
+            "weights that nothing trains",
+        ),
+        (
+            lambda plan: edited(plan, "actor_train", residency="reallocated"),
             "$.allocations.actor_train.residency",
             "trains its weights itself",
         ),
         (
-            edited(FOUND, "ref", dp=1, tp=8, sharding="fsdp"),
+            lambda plan: edited(plan, "ref", dp=1, tp=8, sharding="fsdp"),
             "$.allocations.ref.layout.sharding",
             "of which this layout has one",
         ),
-        (replace(FOUND, orders={**FOUND.orders, 3: FOUND.orders[3][1:]}), "$.orders.3", "'generate' is missing"),
-        (replace(FOUND, orders={**FOUND.orders, 9: ()}), "$.orders.9", "devices 0 to 7"),
-        (replace(FOUND, orders={**FOUND.orders, 0: (*FOUND.orders[0], Turn("ref"))}), "$.orders.0", "2 times"),
-        (replace(FOUND, orders={**FOUND.orders, 0: (*FOUND.orders[0], Turn("rf"))}), "$.orders.0", "'ref'?"),
         (
-            replace(FOUND, orders={**FOUND.orders, 0: (Turn("generate", 1), *FOUND.orders[0][1:])}),
+            lambda plan: replace(plan, orders={**plan.orders, 3: plan.orders[3][1:]}),
+            "$.orders.3",
+            "'generate' is missing",
+        ),
+        (lambda plan: replace(plan, orders={**plan.orders, 9: ()}), "$.orders.9", "devices 0 to 7"),
+        (
+            lambda plan: replace(plan, orders={**plan.orders, 0: (*plan.orders[0], Turn("ref"))}),
+            "$.orders.0",
+            "2 times",
+        ),
+        (lambda plan: replace(plan, orders={**plan.orders, 0: (*plan.orders[0], Turn("rf"))}), "$.orders.0", "'ref'?"),
+        (
+            lambda plan: replace(plan, orders={**plan.orders, 0: (Turn("generate", 1), *plan.orders[0][1:])}),
             "$.orders.1",
             "offset 0",
         ),
-        (replace(FOUND, orders=dict.fromkeys(range(8), LATE)), "$.orders", "deadlocks: generate -> "),
-        (replace(FOUND, hashes=replace(FOUND.hashes, workload="x")), "$.hashes.workload", "another batch"),
-        (replace(FOUND, hashes=replace(FOUND.hashes, cluster="x")), "$.hashes.cluster", "another cluster"),
-        (replace(FOUND, format=99), "$.format", "format 99"),
+        (lambda plan: replace(plan, orders=dict.fromkeys(range(8), LATE)), "$.orders", "deadlocks: generate -> "),
+        (lambda plan: replace(plan, hashes=replace(plan.hashes, workload="x")), "$.hashes.workload", "another batch"),
+        (lambda plan: replace(plan, hashes=replace(plan.hashes, cluster="x")), "$.hashes.cluster", "another cluster"),
+        (lambda plan: replace(plan, format=99), "$.format", "format 99"),
         (
-            replace(FOUND, allocations={k: v for k, v in FOUND.allocations.items() if k != "ref"}),
+            lambda plan: replace(plan, allocations={k: v for k, v in plan.allocations.items() if k != "ref"}),
             "$.allocations",
             "'ref'",
         ),
         (
-            replace(FOUND, allocations={**FOUND.allocations, "reff": FOUND.allocations["ref"]}),
+            lambda plan: replace(plan, allocations={**plan.allocations, "reff": plan.allocations["ref"]}),
             "$.allocations.reff",
             "'ref'?",
         ),
         (
-            replace(FOUND, allocations={**FOUND.allocations, "reward": FOUND.allocations["ref"]}),
+            lambda plan: replace(plan, allocations={**plan.allocations, "reward": plan.allocations["ref"]}),
             "$.allocations.reward",
             "no devices",
         ),
     ],
 )
-def test_an_invalid_plan_is_refused_with_its_place(plan: Plan, path: str, says: str) -> None:
-    problems = validate(plan, PPO, "plan.json")
+def test_an_invalid_plan_is_refused_with_its_place(edit: Callable[[Plan], Plan], path: str, says: str) -> None:
+    problems = validate(edit(found(PPO)), PPO, "plan.json")
     assert problems
     assert any(str(p.where).startswith(f"plan.json: {path}") and says in str(p) for p in problems), problems
 
 
 ANY = request(ppo(), "Qwen/Qwen3-0.6B", cluster(nodes=4))
-WIDE = search(ANY)
 ALL = DeviceMesh(0, 32)
 
 
@@ -119,14 +175,14 @@ ALL = DeviceMesh(0, 32)
 )
 def test_a_layout_that_cannot_cut_the_model_is_refused(axes: dict[str, int], axis: str, says: str) -> None:
     layout = {"mesh": ALL, "dp": 1, "tp": 1, "pp": 1, "ep": 1, "cp": 1, "sharding": "replicated"} | axes
-    problems = validate(edited(WIDE, "ref", **layout), ANY)
+    problems = validate(edited(found(ANY), "ref", **layout), ANY)
     assert any(p.where.path == f"$.allocations.ref.layout.{axis}" and says in p.text for p in problems), problems
 
 
 def test_offsets_that_agree_are_valid_and_overlap_steps() -> None:
     """The critic trains beside the next step's generation, which this cluster gives a half each."""
     halves = {"generate": DeviceMesh(0, 4), "critic_train": DeviceMesh(4, 4)}
-    plan = FOUND
+    plan = found(PPO)
     for name, mesh in halves.items():
         plan = edited(plan, name, mesh=mesh, dp=4, pp=1, stages=(), schedule="1f1b", chunks=1)
     shared = (Turn("ref"), Turn("values"), Turn("actor_train"))
@@ -165,7 +221,6 @@ def test_a_plan_runs_under_every_staleness_bound_that_it_keeps_to() -> None:
 # --- reallocations in the orders --------------------------------------------------------------------------------------
 
 APART = request(grpo(), pins={"rollout": Pin(first=0, devices=4), "train": Pin(first=4, devices=4)})
-MOVING = search(APART)
 MOVE = Turn("reallocate:rollout", 0)
 
 
@@ -175,12 +230,12 @@ def without_moves(plan: Plan) -> Plan:
 
 
 def test_a_plan_may_leave_reallocations_out_of_its_orders() -> None:
-    assert all(any(turn.call == MOVE.call for turn in order) for order in MOVING.orders.values())
-    assert validate(MOVING, APART) == ()
-    implied = without_moves(MOVING)
+    assert all(any(turn.call == MOVE.call for turn in order) for order in found(APART).orders.values())
+    assert validate(found(APART), APART) == ()
+    implied = without_moves(found(APART))
     assert validate(implied, APART) == ()
-    assert reprice(APART, implied).period_seconds <= MOVING.period_seconds * (1 + 1e-9)
-    assert reprice(APART, MOVING).reallocation_seconds == MOVING.reallocation_seconds
+    assert reprice(APART, implied).period_seconds <= found(APART).period_seconds * (1 + 1e-9)
+    assert reprice(APART, found(APART)).reallocation_seconds == found(APART).reallocation_seconds
 
 
 @pytest.mark.parametrize(
@@ -195,7 +250,7 @@ def test_a_plan_may_leave_reallocations_out_of_its_orders() -> None:
 def test_a_reallocation_in_the_wrong_place_is_refused(
     orders: dict[int, tuple[Turn, ...]], path: str, says: str
 ) -> None:
-    problems = validate(replace(MOVING, orders=MOVING.orders | orders), APART, "plan.json")
+    problems = validate(replace(found(APART), orders=found(APART).orders | orders), APART, "plan.json")
     assert any(str(p.where).startswith(f"plan.json: {path}") and says in str(p) for p in problems), problems
 
 
@@ -226,22 +281,24 @@ def test_the_wide_space_validates_what_other_engines_refuse() -> None:
 # --- layers of stages -------------------------------------------------------------------------------------------------
 
 PIPED = request(ppo(), "Qwen/Qwen3-0.6B", cluster(), pins={"actor_train": Pin(pp=4, schedule="1f1b")})
-STAGED = search(PIPED)
 
 
 def test_a_plan_records_the_layers_of_its_stages_and_may_leave_them_out() -> None:
     """Qwen3-0.6B: the head takes as long as ten of its 28 layers."""
-    assert STAGED.allocations["actor_train"].layout.stages == ((9,), (9,), (9,), (1,))
-    assert all(bool(found.layout.stages) == (found.layout.pp > 1) for found in STAGED.allocations.values())
-    left = edited(STAGED, "actor_train", stages=())
+    assert found(PIPED).allocations["actor_train"].layout.stages == ((9,), (9,), (9,), (1,))
+    assert all(bool(one.layout.stages) == (one.layout.pp > 1) for one in found(PIPED).allocations.values())
+    left = edited(found(PIPED), "actor_train", stages=())
     assert validate(left, PIPED) == ()
-    assert reprice(PIPED, left) == reprice(PIPED, STAGED)
+    assert reprice(PIPED, left) == reprice(PIPED, found(PIPED))
 
 
 def test_uneven_stages_by_hand_are_valid_and_priced() -> None:
-    even = edited(STAGED, "actor_train", stages=((7,),) * 4)
+    even = edited(found(PIPED), "actor_train", stages=((7,),) * 4)
     assert validate(even, PIPED) == ()
-    slower, plain = reprice(PIPED, even).allocations["actor_train"], reprice(PIPED, STAGED).allocations["actor_train"]
+    slower, plain = (
+        reprice(PIPED, even).allocations["actor_train"],
+        reprice(PIPED, found(PIPED)).allocations["actor_train"],
+    )
     assert slower.layout.stages == ((7,),) * 4
     assert slower.seconds > plain.seconds
 
@@ -256,7 +313,7 @@ def test_uneven_stages_by_hand_are_valid_and_priced() -> None:
     ],
 )
 def test_stages_that_are_not_the_models_are_refused(stages: Stages, says: str) -> None:
-    problems = validate(edited(STAGED, "actor_train", stages=stages), PIPED, "plan.json")
+    problems = validate(edited(found(PIPED), "actor_train", stages=stages), PIPED, "plan.json")
     assert [(p.where.path, says in p.text) for p in problems] == [("$.allocations.actor_train.layout.stages", True)]
 
 

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,11 +16,11 @@ from realgraph.planner.costs.calibrate.measurements import config_json, toy_mode
 from realgraph.planner.inputs.cluster import ClusterSpec
 from realgraph.planner.inputs.detect import Probe, resolve
 from realgraph.planner.inputs.devices import device_kind
-from realgraph.profile.sglang import open_server, prompt, sglang_costs, step_seconds
+from realgraph.profile.sglang import holds, open_server, prompt, sglang_costs, step_seconds
 
 NODE = resolve(ClusterSpec(kind="H100-SXM", devices=2), Probe(cores=2, host_memory_bytes=8_000_000_000))
 MODEL = toy_model(1024, 4, 32768)
-BASE, PER_SEQUENCE = 4e-4, 4e-6  # seconds of the stand-in's decode step
+BASE, PER_SEQUENCE = 16e-4, 16e-6  # seconds of the stand-in's decode step
 
 
 class StandIn(ThreadingHTTPServer):
@@ -67,7 +68,7 @@ def server(tmp_path: Path) -> Iterator[StandIn]:
     thread.start()
     yield found
     found.shutdown()
-    thread.join()
+    thread.join(20)
     found.server_close()
 
 
@@ -82,6 +83,18 @@ def test_a_step_is_what_longer_answers_take_longer(server: StandIn) -> None:
     assert (found.model, found.tp, found.longest) == (MODEL, 2, 600)
     for running in (1, 64):
         assert step_seconds(found, running, 16) == pytest.approx(BASE + PER_SEQUENCE * running, rel=0.5)
+
+
+def test_a_server_is_asked_without_the_proxies_of_the_environment(
+    server: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY", "REQUEST_METHOD"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.build_opener().open(server.url + "/get_server_info", timeout=20)  # by the proxy
+    assert step_seconds(open_server(server.url), 1, 16) > 0
 
 
 def test_the_server_s_steps_take_the_place_of_the_engine_s(server: StandIn) -> None:
@@ -114,6 +127,17 @@ def test_what_can_t_be_measured_is_told(server: StandIn) -> None:
 
 
 def test_prompts_share_no_beginning() -> None:
-    beginnings = {prompt(number, 16)[0] for number in range(256)}
-    assert len(beginnings) == 256
-    assert len(prompt(3, 512)) == 512
+    for vocabulary in (400, 32768):
+        prompts = [prompt(number, 16, vocabulary) for number in range(256)]
+        assert len({one[0] for one in prompts}) == 256
+        assert all(0 <= token < vocabulary for one in prompts for token in one)
+    assert len(prompt(3, 512, 32768)) == 512
+
+
+def test_no_more_is_asked_for_than_fits_at_once(server: StandIn) -> None:
+    """Requests that wait would be counted as time of steps."""
+    server.args = {"max_req_input_len": 600, "max_running_requests": 8, "max_total_num_tokens": 5000}
+    found = open_server(server.url)
+    assert holds(found, 8, 512) and not holds(found, 9, 512) and not holds(found, 8, 600)
+    server.args["max_total_num_tokens"] = 8 * 552 - 1
+    assert not holds(open_server(server.url), 8, 512)

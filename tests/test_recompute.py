@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from realgraph.planner.plan.layout import Recompute
+from realgraph.runtime.engine import TrainOptions
 from realgraph.runtime.models.models import Wants
 from realgraph.runtime.train.recompute import products, recomputing
 from tests import tiny
@@ -24,7 +25,7 @@ def test_recomputation_changes_nothing_and_generators_keep_their_cache(
     folder = tiny.save(tmp_path / kind, kind)
     plain, saving = engine(folder, {"dtype": "float64"}), engine(folder, {"dtype": "float64"})
     batch = tiny.batch(tiny.lengths(6, 30, 0))
-    a, b = plain.train(call(), [batch]), saving.train(call(), [batch], how)
+    a, b = plain.train(call(), [batch]), saving.train(call(), [batch], TrainOptions(how))
     for name in ("loss", "grad_norm"):
         assert a[name].value == pytest.approx(b[name].value, rel=1e-10)
     assert close(weights_of(plain), weights_of(saving), 1e-10)

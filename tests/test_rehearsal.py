@@ -3,10 +3,13 @@
 import json
 import math
 import re
+import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,26 +18,30 @@ from safetensors import safe_open
 
 from realgraph.commands.rehearse import rehearse_command
 from realgraph.graphs.errors import ConfigError, Where
-from realgraph.graphs.spec import ModelRole
+from realgraph.graphs.spec import ModelRole, Train
 from realgraph.planner.costs.memory.memory import expert_copies, trained_copy
 from realgraph.planner.inputs.model_spec import known_models, load_model_spec, spec_from_config
+from realgraph.planner.options.calls import microbatches_of
 from realgraph.planner.plan.codec import plan_from_json, plan_to_json
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.rehearsal.compare import compared, too_old
-from realgraph.rehearsal.models import CHARACTERS, toy_config, write_toy_model
+from realgraph.rehearsal.models import CHARACTERS, ToyModel, toy_config, write_toy_model, write_toy_models
 from realgraph.rehearsal.observer import StepsSeen
 from realgraph.rehearsal.order import misordered
-from realgraph.rehearsal.scale import ToyScale
+from realgraph.rehearsal.rows import made_rows
+from realgraph.rehearsal.scale import ToyScale, scale_of
 from realgraph.rehearsal.sizes import TOLERANCE, Counted, toy_excess
 from realgraph.rehearsal.texts import real_rows
 from realgraph.rehearsal.tokenizer import write_tokenizer
 from realgraph.run.planning import plan_for, request_for
 from realgraph.run_file.compose import check_run
 from realgraph.runtime.master.observer import Span
-from realgraph.runtime.parallel.cuts import is_expert
-from realgraph.runtime.parallel.exchange import layout_boxes
+from realgraph.runtime.models.models import Start, build
+from realgraph.runtime.parallel.cuts import is_expert, layout_boxes
+from realgraph.runtime.train.microbatch import balance
 from tests import tiny
 from tests.runs import start
+from tests.traces import title_of
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
@@ -67,12 +74,31 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "run.yaml"
 
 
+def fork_servers_of(pid: int) -> list[int]:
+    """The fork servers that a process has started: what they start has their title for a moment."""
+    others = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [one for one in others if title_of(one) == "realgraph fork server" and parent_of(one) == pid]
+
+
+def parent_of(pid: int) -> int:
+    """0 where it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
 def test_the_plan_of_a_cluster_runs_here_with_the_numbers_of_one_process(file: Path) -> None:
     """On two nodes of eight devices, tensor parallel where that is asked for."""
     asked = ["cluster.devices=8", "allocation.rollout={first: 8, devices: 8}"]
     asked += ["allocation.train_actor={first: 0, devices: 8, tp: 2}", "allocation.train_critic={first: 8, devices: 8}"]
     running = start(file.parent, "rehearse", str(file), *asked, "--keep", str(file.parent / "kept"))
-    assert running.wait(300.0) == 0, running.output()
+    servers, deadline = set[int](), time.monotonic() + 300.0
+    while running.process.is_alive() and time.monotonic() < deadline:
+        servers.update(fork_servers_of(running.pid))
+        time.sleep(0.2)
+    assert running.wait(1.0) == 0, running.output()
+    assert len(servers) == 1  # for the models, the plan's processes and the one process
     said = running.output()
     assert "16 processes here in the place of 16 x H100-SXM" in said
     assert "numbers are those of one process" in said
@@ -108,7 +134,7 @@ def test_the_runs_own_data_and_tokenizer_are_taken_where_they_are_here(file: Pat
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"question": p, "answer": "7"}) + "\n" for p in prompts))
     data = [f"data.path={tmp_path}/data.jsonl", "data.columns={prompt: question}", "data.system=null", "batch.groups=4"]
     checked = check_run(file, data, weights=False)
-    scale = ToyScale(512, 1024, 4, 4)  # 1/96
+    scale = ToyScale(512, 1024, 428, 4, 4, 16)  # 1/96
     rows = real_rows(checked.run.data, checked.graph, scale, 3)
     assert [row["prompt"] for row in rows] == ["gh", "yz", "bbbbb"]
     assert all(row.get("answer", "7") == "7" for row in rows)
@@ -122,9 +148,23 @@ def test_the_runs_own_pairs_and_answers_become_toy_ones(file: Path, tmp_path: Pa
     run = {**RUN, "graph": "sft", "models": {"actor": {"path": "model"}}, "data": {"path": "data.jsonl"}}
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump(run))
     checked = check_run(tmp_path / "sft.yaml", ["batch.groups=1"], weights=False)
-    (toy,) = real_rows(checked.run.data, checked.graph, ToyScale(512, 1024, 1, 1), 3)
+    (toy,) = real_rows(checked.run.data, checked.graph, ToyScale(512, 1024, 428, 1, 1, 16), 3)
     assert toy["prompt"] == "cd"
     assert toy["response"] == "h"  # of two tokens, the last of which is the end of the sequence
+
+
+def test_a_sequence_beside_the_samples_becomes_a_toy_one(file: Path, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "model", CHARACTERS + "$#", "$", "#")
+    row = {"prompt": "abcd" * 24, "response": "efgh" * 48, "answer": "7"}
+    (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
+    sft = {"kind": "train", "model": "actor", "samples": "data", "loss": {"terms": {"cross_entropy": {}}}}
+    run = {**RUN, "graph": "grpo", "models": {"actor": {"path": "model"}}, "data": {"path": "data.jsonl"}}
+    (tmp_path / "beside.yaml").write_text(yaml.safe_dump({**run, "calls": {"sft": sft}}))
+    checked = check_run(tmp_path / "beside.yaml", ["batch.groups=1"], weights=False)
+    (toy,) = real_rows(checked.run.data, checked.graph, ToyScale(512, 1024, 428, 1, 1, 16), 3)
+    assert toy == {"prompt": "cd", "response": "h", "answer": "7"}
+    (made,) = made_rows(checked.graph, 1, 4, 4, 0)
+    assert made.keys() == toy.keys()
 
 
 def test_bytes_that_differ_from_what_is_predicted_are_seen() -> None:
@@ -163,6 +203,16 @@ def test_bytes_of_a_toy_model_are_the_planners_but_for_what_tensor_parallel_rank
         tolerance = TOLERANCE + toy_excess(shapes, (model, "lm"), layout, divided=divided)
         assert Counted("train", "bytes", held, predicted, tolerance).alike
         assert not Counted("train", "bytes", held, round(predicted * (1 - tolerance - TOLERANCE)), tolerance).alike
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_frozen_role_that_scores_gets_a_model_with_a_score_head(tmp_path: Path, trained: bool) -> None:
+    """A role that learns one starts without."""
+    toy = toy_config(QWEN3, 13, 0.01)
+    write_toy_models(msgspec.msgpack.encode([ToyModel(str(tmp_path), toy, 0, scores=not trained)]))
+    role = ModelRole(path=str(tmp_path), head="score", dtype="float64", trainable=trained)
+    score = build(role, str(tmp_path), Start(torch.device("cpu"))).network.score.weight
+    assert bool(score.any()) is not trained
 
 
 def test_a_device_that_does_not_keep_the_plans_order_is_seen(file: Path) -> None:
@@ -224,11 +274,30 @@ def test_a_toy_model_has_the_structure_of_its_model(name: str) -> None:
 def test_as_many_micro_batches_hold_a_step_as_in_the_run(
     prompt: int, response: int, groups: int, data: st.DataObject
 ) -> None:
-    scale = ToyScale(prompt, response, groups, data.draw(st.integers(1, groups)))
+    mean = data.draw(st.floats(1, prompt + response))
+    scale = ToyScale(prompt, response, mean, groups, data.draw(st.integers(1, groups)))
     assert 2 <= scale.sample <= max(26, 4)
     tokens = data.draw(st.integers(prompt + response, 64 * (prompt + response)))
-    real = groups * (prompt + response) / tokens
-    toy = scale.toy_groups * scale.sample / scale.tokens(tokens)
-    exact = tokens * scale.sample * scale.toy_groups / ((prompt + response) * groups)  # tokens are whole: rounded up
-    assert real * exact / (exact + 1) <= toy * (1 + 1e-9)
-    assert toy <= real * (1 + 1e-9)
+    real = groups * mean / tokens
+    held = scale.microbatch(tokens, scale.sample) / scale.sample  # whole samples
+    assert held >= 1
+    assert held == 1 or abs(scale.toy_groups / real - held) <= 0.5 + 1 / scale.sample + 1e-9 * held
+    assert scale.cache(tokens, scale.sample) >= scale.sample
+
+
+@pytest.mark.parametrize("config", ["ppo_llama3_8b_2x8h100", "gsm8k_grpo_qwen3_1.7b_8xh100"])
+def test_a_rank_has_the_micro_batches_of_the_plan(config: str) -> None:
+    """As many in each optimizer step as the planner counts, where samples have the length that most of them have."""
+    checked = check_run(Path(f"configs/{config}.yaml"), (), weights=False)
+    request = request_for(checked)
+    plan = plan_for(checked, request)
+    scale = scale_of(request, plan)
+    for name, allocation in plan.allocations.items():
+        call = request.graph.calls[name]
+        if allocation.max_tokens_per_microbatch is None:
+            continue
+        steps = call.minibatches if isinstance(call, Train) else 1
+        n_samples = scale.toy_groups * request.workload.samples_per_group // (allocation.layout.dp * steps)
+        limit = scale.microbatch(allocation.max_tokens_per_microbatch, scale.sample)
+        planned = microbatches_of(request, name, allocation, request.cluster)
+        assert len(balance([scale.sample] * n_samples, limit)) == planned, name

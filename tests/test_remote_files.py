@@ -4,6 +4,7 @@ import asyncio
 import errno
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,14 +20,14 @@ from hypothesis import strategies as st
 
 from realgraph.runtime.files import client as client_module
 from realgraph.runtime.files.client import FileClient
-from realgraph.runtime.files.messages import PIECE_BYTES, FileBox, bytes_at
+from realgraph.runtime.files.messages import PIECE_BYTES, FileBox, FileRequest, bytes_at
 from realgraph.runtime.files.paths import RemotePath, make_folder, sync_path, write_synced
 from realgraph.runtime.files.server import FileServer
 from realgraph.runtime.hosts.agent import _look
 from realgraph.runtime.hosts.messages import Look
 from realgraph.runtime.job.manifest import sum_file
 from realgraph.runtime.job.run_folder import RunFolder
-from realgraph.runtime.models.checkpoint_files import CheckpointTarget, Reader, TensorEntry, write_parts
+from realgraph.runtime.models.checkpoint_files import CheckpointTarget, Reader, TensorEntry, Writer, write_parts
 from realgraph.runtime.models.remote_tensors import RemoteTensors, UnreadableTensors
 from realgraph.runtime.parallel.cuts import Box
 from realgraph.runtime.parallel.exchange import WeightPart
@@ -89,17 +90,18 @@ def test_writers_here_and_there_write_the_files_of_one_and_read_them_back(
         remote, local = served.path(Path(name).name, "actor"), Path(name, "actor")
         make_folder(remote)
         apart = {worker for worker in boxes if rng.random() < 0.5}
-        for worker, mine in shares(boxes, shapes, apart).items():
+        every = shares(boxes, shapes, apart)
+        for worker, mine in every.items():
             near = [boxes[other] for other in boxes if other not in apart]
             if worker in apart:
                 sent = [(name, box) for name, found in mine.items() for box in found]
                 assert not any(one[name].intersect(box) for name, box in sent for one in near if name in one)
             parts = [WeightPart(name, box, full[name][box.slices]) for name, found in mine.items() for box in found]
             to = CheckpointTarget(remote if worker in apart else local, "x", limit)
-            write_parts(to, entries, parts, leads=worker == 0)
+            write_parts(to, entries, parts, Writer(worker, len(every)))
         sync_path(remote)
         whole = [WeightPart(name, Box((0,) * t.ndim, tuple(t.shape)), t) for name, t in full.items()]
-        write_parts(CheckpointTarget(Path(alone), "x", limit), entries, whole, leads=True)
+        write_parts(CheckpointTarget(Path(alone), "x", limit), entries, whole, Writer())
         assert {f.name: f.read_bytes() for f in local.iterdir()} == {
             f.name: f.read_bytes() for f in Path(alone).iterdir()
         }
@@ -122,7 +124,7 @@ def test_what_is_larger_than_a_message_goes_in_pieces(served: Served) -> None:
     tensor = torch.randn(3, 1_000_000)
     part = WeightPart("t", Box((0, 0), (3, 1_000_000)), tensor)
     write_parts(
-        CheckpointTarget(served.path("large"), "y"), [TensorEntry("t", torch.float32, (3, 10**6))], [part], leads=True
+        CheckpointTarget(served.path("large"), "y"), [TensorEntry("t", torch.float32, (3, 10**6))], [part], Writer()
     )
     columns = torch.empty(3, 500_000)
     with Reader(served.path("large"), "y") as reader:
@@ -211,6 +213,23 @@ def test_who_has_no_key_of_the_run_gets_nothing(served: Served, monkeypatch: pyt
         stranger.make_folder(str(served.folder.checkpoints / "stranger"))
     stranger.close()
     assert not (served.folder.checkpoints / "stranger").exists()
+
+
+def test_a_refusal_that_is_faster_than_the_request_is_no_wait(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeroMQ has no queue any more to put the request into."""
+    connect = client_module._Connection.send
+
+    def send_late(self: client_module._Connection, request: FileRequest) -> None:
+        time.sleep(1.0)
+        connect(self, request)
+
+    monkeypatch.setattr(client_module._Connection, "send", send_late)
+    stranger = FileClient(served.server.address, served.server.key, make_keys())
+    started = time.monotonic()
+    with pytest.raises(ConnectionError, match="its key was refused"):
+        stranger.make_folder(str(served.folder.checkpoints / "stranger"))
+    assert time.monotonic() - started < client_module.CONNECT_SECONDS
+    stranger.close()
 
 
 def test_a_server_that_has_ended_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

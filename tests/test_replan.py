@@ -17,7 +17,13 @@ __all__ = ["home"]
 LAYOUTS = [(2, 1, 2, "replicated"), (2, 2, 1, "fsdp"), (4, 2, 2, "replicated"), (1, 1, 1, "replicated")]
 STEPS = len(LAYOUTS) + 1
 TOLERANCE = 2e-3  # of float32, after steps that amplify rounding
-NOT_ALIKE = ("running", "waiting", "logprob_gap", "entropy")  # by the clock, of rounding alone, of a rank's own share
+NOT_ALIKE = (
+    "running",
+    "waiting",
+    "free_cache_tokens",
+    "logprob_gap",
+    "entropy",
+)  # by the clock, of rounding alone, of a rank's own share
 
 
 def overrides(devices: int, dp: int, tp: int, sharding: str) -> list[str]:

@@ -193,11 +193,11 @@ def test_the_directory_is_ours_before_anything_in_it_is_read(
 
         monkeypatch.setattr(resume, name, checked)
 
-    for name in ("_old_job", "recover", "newest_intact", "check_run"):
+    for name in ("read_job", "recover", "newest_intact", "check_run"):
         guarded(name)
     with open_run(None, ["checkpoint.keep=3"], RunOptions(resume=folder)) as prepared:
         assert prepared.resume == folder / "checkpoints/step-000004"
-    assert read == ["_old_job", "recover", "newest_intact", "check_run"]
+    assert read == ["read_job", "recover", "newest_intact", "check_run"]
     with exclusive(RunFolder(folder)), pytest.raises(ConfigError, match="another run is writing to"):  # noqa: SIM117
         with open_run(None, [], RunOptions(resume=folder)):
             pass

@@ -24,10 +24,15 @@ def test_quick_builtins_start_no_process(tmp_path: Path) -> None:
             signature = SIGNATURES[fn]
             over = signature.over or "sample"
             values = {"text": " 42\n", "answer": "42", "reward": [0.0, 1.0]}
+            given = {"low": 0.0, "high": 40.0, "template": "So {text}"}
+            args = {name: given[name] for name in signature.args}
             kwargs = {key: values[key] for key in signature.keys}
-            writes = {"keep": "group bool"} if fn == "reward_spread" else REWARD
+            writes = {"reward_spread": {"keep": "group bool"}, "fill_template": {"asked": "sample text"}}.get(
+                fn, REWARD
+            )
             samples = (0, 1) if over == "group" else (0,)
-            (result,) = host.run("r", Function(fn, signature.keys, writes, over=over), [Unit(samples, kwargs)])
+            call = Function(fn, signature.keys, writes, args=args, over=over)
+            (result,) = host.run("r", call, [Unit(samples, kwargs)])
             assert result.error == ""
             assert (
                 result.values
@@ -37,6 +42,8 @@ def test_quick_builtins_start_no_process(tmp_path: Path) -> None:
                     "length": {"reward": 4.0},
                     "best_of": {"reward": [0.0, 1.0]},
                     "reward_spread": {"keep": True},
+                    "number_in": {"reward": 40.0},
+                    "fill_template": {"asked": "So "},
                 }[fn]
             )
         assert host.pids() == ()

@@ -17,7 +17,7 @@ from realgraph.runtime.engine import RELEASED, Completion, EngineClosed, Request
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from realgraph.runtime.generate.engine import TorchRolloutEngine
 from realgraph.runtime.models.weights import whole
-from tests.rollouts import assert_exact, model, requests, run
+from tests.rollouts import assert_exact, drained, model, requests, run
 from tests.waiting import until
 
 SMALL = model("qwen3")
@@ -31,18 +31,6 @@ def opened(
     engine = TorchRolloutEngine(ContinuousBatch(module, limits), notify)
     yield engine
     assert engine.close(SECONDS)
-
-
-def drained(engine: TorchRolloutEngine, n: int) -> dict[int, Completion]:
-    """The next n samples of the stream, by id."""
-    done: dict[int, Completion] = {}
-    deadline = time.monotonic() + SECONDS
-    while len(done) < n:
-        assert time.monotonic() < deadline
-        for completion in engine.take(1.0):
-            assert completion.id not in done
-            done[completion.id] = completion
-    return done
 
 
 class Gate:
@@ -240,7 +228,7 @@ def test_a_closed_engine_says_so_and_one_that_hangs_is_left_behind(monkeypatch: 
         waits.start()
         with pytest.raises(EngineClosed):
             engine.take(SECONDS)
-        waits.join()
+        waits.join(SECONDS)
         with pytest.raises(EngineClosed):
             engine.submit([request(1, 3)])
     hanging = TorchRolloutEngine(ContinuousBatch(SMALL))
@@ -292,7 +280,7 @@ def test_weights_wait_in_host_memory_between_two_sessions_and_come_back_bit_for_
 
     whole_bytes = held()
     with opened(module) as engine:
-        engine._batch.offload()
+        engine._batch.weights.offload()
         for _ in range(2):
             assert (held(), engine._batch.cache_bytes) == (0, 0)
             engine.submit(wanted[:3])

@@ -123,7 +123,7 @@ def test_tokens_that_are_computed_again_go_to_the_experts_that_they_have(folder:
     for _ in range(6):
         assert not engine.step()
     tensors = {name: tensor.detach().clone() for name, tensor in newer.network.named_parameters()}
-    engine.load_weights(whole(iter(tensors.items())))
+    engine.weights.take(whole(iter(tensors.items())))
     engine.weights_changed(1)
     engine.abort([2])
     done = run(engine, [])

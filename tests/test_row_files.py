@@ -112,7 +112,8 @@ def test_threads_read_one_compressed_file(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
+        assert not thread.is_alive()
     assert not wrong
 
 

@@ -14,8 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.forked import PATIENCE
 from tests.runs import BASE, GRPO, finish, home, merged, records, start, write_run
 from tests.traces import traces
+from tests.waiting import killed
 
 __all__ = ["home"]
 
@@ -110,12 +112,11 @@ def test_a_run_goes_on_when_nobody_reads_its_output(home: Path) -> None:
     """`realgraph run FILE | head -1`, without the shortcut of the other tests: an interpreter of its own."""
     file = write_run(home, "unread", RUNS["sft"], {"steps": STEPS})
     command = [sys.executable, "-m", "realgraph.cli", "run", str(file)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=home) as process:
+    with killed(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=home)) as process:
         assert process.stdout is not None
-        assert process.stderr is not None
         assert process.stdout.readline().startswith(b"data: 300 rows")
         process.stdout.close()
-        assert process.stderr.read() == b""
+        assert process.communicate(timeout=PATIENCE)[1] == b""
     assert process.returncode == 0
     assert [record["ok"] for record in records(home / "unread", "end")] == [True]
 

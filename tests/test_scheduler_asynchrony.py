@@ -7,6 +7,7 @@ from typing import Literal
 import pytest
 
 from realgraph.runtime.commands.actions import Checkpointed, CheckpointWritten, EvalEnded
+from realgraph.runtime.job.rollout import Interrupt
 from realgraph.runtime.scheduler.ledger import Ledger
 from tests.resumed_runs import groups_of_steps, resumed_from
 from tests.shapes import Shape, random_shape
@@ -56,6 +57,7 @@ def test_an_asynchronous_run_killed_again_and_again_trains_each_group_once_and_m
         shape = random_shape(rng)
         shape.algorithm, shape.steps = rng.choice(["grpo", "ppo"]), 5
         shape.staleness, shape.spare, shape.checkpoint_every, shape.eval_every = rng.choice([1, 2, 4]), 0, 1, 1
+        shape.eval_on = None
         state: Checkpointed | None = None
         trained: dict[int, set[int]] = {}
         evaluated: set[int] = set()
@@ -96,3 +98,17 @@ def test_groups_in_the_making_wait_for_an_evaluation_however_long(split: bool, k
     assert halt.error is None, halt.reason
     assert simulator.n_evaluated_busy > 0
     assert [action.step for action in simulator.actions if isinstance(action, EvalEnded)] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("interrupt", ["recompute", "keep_kv", "wait"])
+def test_samples_that_never_come_end_the_run_at_a_deadline(interrupt: Interrupt) -> None:
+    """Also where new weights wait for them, and nothing else runs: whichever answer it is that is lost."""
+    for seed in range(40):
+        shape = Shape(n_workers=1, groups=4, staleness=2, interrupt=interrupt, steps=6, eval_every=2, seed=seed)
+        simulator = Simulator(shape, random.Random(seed))
+        simulator.run(seed)
+        simulator.events.clear()
+        simulator.run(simulator.n_events + 50)
+        assert simulator.halt is not None, (seed, "ticks without end")
+        assert simulator.halt.error is not None
+        assert simulator.halt.error.kind == "deadline"

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -12,10 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
+from torch.utils.checkpoint import checkpoint
 
 from realgraph.runtime.parallel.groups import LayoutRanks, Ranks
 from realgraph.runtime.parallel.rendezvous import CollectiveError
-from realgraph.runtime.parallel.shared_memory import SLOT_BYTES, open_shared_memory
+from realgraph.runtime.parallel.shared_memory import LOOK_SECONDS, SLOT_BYTES, open_shared_memory
+from realgraph.runtime.train.recompute import selective
 from tests.ranks import RankProcesses
 
 DTYPES = ("float32", "float64", "bfloat16", "int64", "uint8")
@@ -108,6 +111,31 @@ def test_tensors_of_inference_and_of_training_pass_alike(ranks: RankProcesses) -
         n = found[0]
         assert found == [n, n, n, n, n * n]
         assert n > 1
+
+
+def recomputed_late(layout: LayoutRanks) -> list[float]:
+    """The gradient of a layer that is recomputed selectively, where others come so late to the sum of its repetition
+    that their peers look at them meanwhile."""
+    passes = 0
+
+    def layer(states: torch.Tensor) -> torch.Tensor:
+        nonlocal passes
+        passes += 1
+        if passes == 2 and layout.mesh.rank:
+            time.sleep(2.5 * LOOK_SECONDS)
+        return torch.relu(layout.mesh.add((states @ torch.ones(2, 2)).detach()) * states).square()
+
+    states = torch.ones(2, 2, requires_grad=True)
+    out = checkpoint(layer, states, use_reentrant=False, context_fn=selective(1))
+    out.sum().backward()
+    assert passes == 2 and states.grad is not None
+    return [float(one) for one in states.grad.flatten()]
+
+
+def test_a_rank_may_come_late_to_a_sum_that_is_computed_again(ranks: RankProcesses) -> None:
+    results = ranks.run(recomputed_late)
+    n = 2.0 * len(results)
+    assert results == [[2 * n * n] * 4] * len(results)
 
 
 def sums(layout: LayoutRanks, n: int) -> tuple[bool, bytes]:

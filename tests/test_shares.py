@@ -114,7 +114,7 @@ def test_a_reader_that_waits_for_a_share_is_told_where_its_fetcher_ends() -> Non
         (error,) = in_threads([other], [GatherRequest(0, "x", (0,))], Share(1, (1, 2, 3)), copy=False)
         assert isinstance(error, str) and f"worker {chosen} on this host is lost" in error, error
         owner.connect([plane.peer for plane in readers])
-        timer.join()
+        timer.join(20)
 
 
 def made_to_end(plane: DataPlane) -> None:

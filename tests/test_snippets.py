@@ -27,7 +27,6 @@ ROW = {
     "chosen": "15",
     "rejected": "16",
     "good": 1.0,
-    "greedy": 0.0,
     "difficulty": 0.5,
     "weight": 2.0,
 }
@@ -77,7 +76,8 @@ def write_run(home: Path, name: str) -> Path:
 
 
 def test_the_pages_have_the_graphs_that_they_promise() -> None:
-    promised = {"dpo", "reward_model", "distill", "remax", "best_of_n", "kto", "online_dpo", "rewards", "own_maths"}
+    promised = {"dpo", "reward_model", "distill", "debate", "best_of_n", "kto", "online_dpo", "rewards"}
+    promised |= {"demonstrations", "own_maths"}
     assert {name.removesuffix(".yaml") for name in GRAPHS} == promised
 
 

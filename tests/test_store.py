@@ -180,7 +180,8 @@ def test_threads_may_put_drop_and_look_at_once() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
+        assert not thread.is_alive()
     assert not errors
     assert store.nbytes == 0
 

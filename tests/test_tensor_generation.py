@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from realgraph.graphs.spec import ModelRole
+from realgraph.planner.plan.axes import coordinates_of
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.engine import Completion, OwnWeights, Request, RolloutEngine, RolloutLimits
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
@@ -28,7 +29,8 @@ from realgraph.runtime.models.models import Start, build
 from realgraph.runtime.models.weights import whole
 from realgraph.runtime.parallel.experts.routing import record_of
 from realgraph.runtime.parallel.groups import LayoutRanks, Ranks
-from realgraph.runtime.parallel.pipeline.rollout import Draws, StagedRollout
+from realgraph.runtime.parallel.pipeline.rollout import StagedRollout
+from realgraph.runtime.parallel.pipeline.stage import walk
 from tests import tiny
 from tests.ranks import RankProcesses, joined
 from tests.rollouts import assert_exact, requests, run
@@ -44,16 +46,21 @@ DP2_PP2 = Layout(DeviceMesh(0, 4), dp=2, pp=2)
 TP2_PP2 = Layout(DeviceMesh(0, 4), tp=2, pp=2)
 CHUNKS = Layout(DeviceMesh(0, 4), tp=2, pp=2, stages=((1, 1), (1, 1)))
 PP4 = Layout(DeviceMesh(0, 4), pp=4)
+PP4_X2 = Layout(DeviceMesh(0, 4), pp=4, stages=((1, 1),) * 4)
+DP2_PP2_X3 = Layout(DeviceMesh(0, 4), dp=2, pp=2, stages=((2, 1, 1), (1, 1, 1)))
 EP2_PP2 = Layout(DeviceMesh(0, 4), dp=2, pp=2, ep=2)
+EP2_PP2_X2 = Layout(DeviceMesh(0, 4), dp=2, pp=2, ep=2, stages=((1, 1), (1, 1)))
 LAYOUTS = {
     **{"tp4": TP4, "dp2_tp2": DP2_TP2, "ep2": EP2, "ep4": EP4, "ep4_tp2": EP4_TP2, "tp4_ep2": TP4_EP2},
     **{"dp2_pp2": DP2_PP2, "tp2_pp2": TP2_PP2, "ep2_pp2": EP2_PP2, "tp2_pp2_x2": CHUNKS, "pp4": PP4},
+    **{"pp4_x2": PP4_X2, "dp2_pp2_x3": DP2_PP2_X3, "ep2_pp2_x2": EP2_PP2_X2},
 }
 KINDS = ("qwen3", "llama", "gemma2")
 MIXTURES = ("qwen3_moe", "mixtral")
 LIMITS = RolloutLimits(max_running=6, max_cache_tokens=240, prefill_tokens=64)
 LIMITS8 = replace(LIMITS, max_running=8)
-SCARCE = replace(LIMITS, max_cache_tokens=64)  # sequences give their pages to older ones
+# sequences give their pages to older ones: in lanes of one, or of some
+SCARCE, NARROW = replace(LIMITS, max_cache_tokens=64), replace(LIMITS, max_cache_tokens=128)
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +68,11 @@ def four() -> Iterator[RankProcesses]:
     processes = RankProcesses(4, [*LAYOUTS.values()])
     yield processes
     processes.close()
+
+
+def layers_of(layout: Layout) -> int:
+    """Those of a model for it."""
+    return sum(map(sum, layout.stages)) or (4 if layout.pp > 1 else 2)
 
 
 def wanted_of(seed: int) -> list[Request]:
@@ -86,7 +98,7 @@ def give_way(engine: RolloutEngine, rng: random.Random) -> None:
 def generate_together(ranks: LayoutRanks, folder: Path, layout: Layout, role: ModelRole, seed: int) -> Any:
     """On the head: the samples, the second half after a change of weights. The others pause now and then."""
     groups, rng, told = joined[0].of_layout(layout), random.Random(seed + ranks.mesh.rank), threading.Event()
-    limits = SCARCE if layout.pp > 1 else LIMITS
+    limits = NARROW if layout.stages else SCARCE if layout.pp > 1 else LIMITS
     engine = open_rollout(role, OwnWeights(str(folder), CPU), limits, lambda tokens: "", told.set, groups)
     wanted = wanted_of(seed)
     done: dict[int, Completion] = {}
@@ -142,9 +154,7 @@ def plain_network(module: Any, kind: str) -> Any:
 CASES = [
     *(("tp4", kind, "float64") for kind in KINDS),
     ("tp4", "qwen3", "float32"),
-    ("dp2_tp2", "qwen3", "float64"),
-    ("dp2_tp2", "gemma2", "float64"),
-    ("dp2_tp2", "llama", "float32"),
+    *(("dp2_tp2", kind, how) for kind, how in (("qwen3", "float64"), ("gemma2", "float64"), ("llama", "float32"))),
     ("ep2", "qwen3_moe", "float64"),
     ("ep4", "mixtral", "float64"),
     ("ep4", "qwen3_moe", "float32"),
@@ -155,7 +165,10 @@ CASES = [
     ("tp2_pp2", "gemma3_text", "float64"),
     ("tp2_pp2_x2", "llama", "float64"),
     ("pp4", "qwen3", "float64"),
+    ("pp4_x2", "qwen3", "float64"),
+    ("dp2_pp2_x3", "gemma2", "float64"),
     ("ep2_pp2", "qwen3_moe", "float64"),
+    *(("ep2_pp2_x2", kind, "float64") for kind in MIXTURES),
     ("tp2_pp2", "qwen3_moe", "float64"),
     ("tp4", "qwen2", "walk"),
     ("dp2_tp2", "qwen3", "walk"),
@@ -169,7 +182,7 @@ def test_a_replica_draws_what_one_process_draws(
     """tp4 over 2 KV heads and 61 tokens; behaviour log-probabilities are those of a full forward. Replicas that share
     experts have different requests, or none, and tell to which of them each token went; four stages have six
     sequences, two or one."""
-    layers = 4 if LAYOUTS[name].pp > 1 else 2
+    layers = layers_of(LAYOUTS[name])
     changes: dict[str, Any] = (
         {"mlp_only_layers": [0, 2]} if (name, kind) == ("tp2_pp2", "qwen3_moe") else {}
     )  # those of one stage
@@ -237,35 +250,37 @@ def test_new_weights_come_from_workers_that_pause_later(four: RankProcesses, tmp
     assert followers == [[], [], []]
 
 
-def generate_ahead(ranks: LayoutRanks, folder: Path, new_tokens: int) -> list[int]:
+def generate_ahead(ranks: LayoutRanks, folder: Path, layout: Layout, new_tokens: int) -> list[int]:
     """On the head: the lengths of eight samples on four stages. The last stage draws for no pass before the first one
-    has begun the third pass after it."""
-    network, passes, begun = ranks.mesh.group, 4 * new_tokens, torch.zeros(1, dtype=torch.int64)
-    drawn, sent = 0, list[Any]()
-    logits, share = StagedRollout.logits, StagedRollout.share
+    has begun three passes through a chunk after its last one of that pass."""
+    network, begun, drawn, sent = ranks.mesh.group, torch.zeros(1, dtype=torch.int64), 0, list[Any]()
+    chunks = layers_of(layout) // 4
+    turns = [(step, chunk, lane) for step in range(new_tokens) for chunk in range(chunks) for lane in range(4)]
+    ends = [i for i, (_, chunk, _) in enumerate(turns) if chunk == chunks - 1]
+    share = StagedRollout.share
 
-    def tell(self: StagedRollout, *arguments: Any) -> Tensor | None:
+    def tell(*arguments: Any) -> Tensor:
         if ranks.mesh.rank == 0:
             sent.append(dist.isend(torch.tensor([len(sent) + 1]), group=network, group_dst=3, tag=9))
-        return logits(self, *arguments)
+        return walk(*arguments)
 
-    def wait(self: StagedRollout, *arguments: Any) -> Draws:
+    def wait(self: StagedRollout, *arguments: Any) -> None:
         nonlocal drawn
         drawn += 1
-        while ranks.mesh.rank == 3 and begun < min(drawn + 3, passes):
+        while ranks.mesh.rank == 3 and begun < min(ends[drawn - 1] + 4, len(turns)):
             came = dist.irecv(begun, group=network, group_src=0, tag=9)
             assert came is not None
             came.wait(timedelta(seconds=20))
-        return share(self, *arguments)
+        share(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StagedRollout, "logits", tell)
+        patch.setattr("realgraph.runtime.parallel.pipeline.rollout.walk", tell)
         patch.setattr(StagedRollout, "share", wait)
-        role, groups = ModelRole(path="x", dtype="float32"), joined[0].of_layout(PP4)
+        role, groups = ModelRole(path="x", dtype="float32"), joined[0].of_layout(layout)
         engine = open_rollout(role, OwnWeights(str(folder), CPU), LIMITS8, lambda tokens: "", lambda: None, groups)
         done: list[Completion] = []
-        if groups.heads:
-            engine.submit([Request(i, (i + 1, 2), new_tokens, seed=i) for i in range(8)])
+        if groups.heads:  # prompts of one token: no prefill
+            engine.submit([Request(i, (i + 1,), new_tokens, seed=i) for i in range(8)])
             while len(done) < 8:
                 done += engine.take(30.0)
             engine.pause()
@@ -278,9 +293,46 @@ def generate_ahead(ranks: LayoutRanks, folder: Path, new_tokens: int) -> list[in
     return [len(completion.tokens) for completion in done]
 
 
-def test_stages_compute_different_sequences_at_the_same_time(four: RankProcesses, tmp_path: Path) -> None:
-    folder = tiny.save(tmp_path / "qwen3", "qwen3", num_hidden_layers=4, eos_token_id=None)
-    assert four.run(generate_ahead, folder, 6) == [[], [], [], [6] * 8]
+@pytest.mark.parametrize("layout", [PP4, PP4_X2], ids=["pp4", "pp4_x2"])
+def test_stages_compute_different_sequences_at_the_same_time(
+    four: RankProcesses, tmp_path: Path, layout: Layout
+) -> None:
+    folder = tiny.save(tmp_path / "qwen3", "qwen3", num_hidden_layers=layers_of(layout), eos_token_id=None)
+    assert four.run(generate_ahead, folder, layout, 6) == [[], [], [], [6] * 8]
+
+
+def meet_no_number(ranks: LayoutRanks, folder: Path, layout: Layout) -> str:
+    """The error of generation where one sequence has a token without numbers, as this worker is told of it. Of the
+    first replica that sequence is in the last lane that has any, of another one in the first."""
+    groups, role = joined[0].of_layout(layout), ModelRole(path="x", dtype="float64")
+    engine = open_rollout(role, OwnWeights(str(folder), CPU), LIMITS, lambda tokens: "", lambda: None, groups)
+    engine.pause()
+    network = build(role, str(folder), Start(CPU)).network
+    network.model.embed_tokens.weight.data[60] = torch.nan
+    engine.prepare(whole(network.named_parameters()))
+    engine.switch(1)
+    ranks.mesh.barrier()
+    if groups.heads:
+        prompts = [(i + 3, 60 if i == (5, 0)[groups.dp.rank] else i) for i in range(6)]
+        engine.submit([Request(i, prompt, 60, seed=i, temperature=0.0) for i, prompt in enumerate(prompts)])
+        engine.resume()
+    with pytest.raises(FloatingPointError) as error:
+        engine.take(30.0) if groups.heads else engine.follow()
+    ranks.mesh.barrier()
+    assert engine.close(10.0)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["pp4", "pp4_x2", "ep2_pp2", "ep2_pp2_x2"])
+def test_logits_that_are_no_numbers_end_generation_on_all_stages(
+    four: RankProcesses, tmp_path: Path, name: str
+) -> None:
+    """Also where passes of other lanes have begun and have chunks before them. Nobody waits for a worker that fails."""
+    layout = LAYOUTS[name]
+    folder = tiny.save(tmp_path / "model", "qwen3_moe", num_hidden_layers=layers_of(layout))
+    for rank, told in enumerate(four.run(meet_no_number, folder, layout)):
+        request = (5, 0)[coordinates_of(layout, rank).dp]
+        assert told == f"request {request}: the model's logits are NaN"
 
 
 class Together(Ranks):

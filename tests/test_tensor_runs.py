@@ -71,7 +71,8 @@ def test_a_stream_of_a_replica_of_several_workers_gives_way_and_goes_on(home: Pa
     """Training, evaluations and new weights come while samples are made, and both sides agree about the model. Caches
     are given up where the plan says that they have no room beside training."""
     n_devices = 2 if name == "late_to_dp" else 4
-    machine = {"cluster": {"devices": n_devices, "memory_gb": 2.0}, "allocation": LATE_RUNS[name]}
+    machine: dict[str, Any] = {"cluster": {"devices": n_devices, "memory_gb": 2.0}, "allocation": LATE_RUNS[name]}
+    machine["memory"] = {"quantile": 0.5}  # caches that leave no room at all
     folder = finish(home, "run", str(write_run(home, f"tensor_{name}", GRPO, LATE, machine)), name=f"tensor_{name}")
     plan = json.loads((folder.folder / "plan.json").read_text())["allocations"]
     assert json.loads((folder.folder / "job.json").read_text())["gives_up_caches"] == (name == "late_to_dp")

@@ -24,9 +24,10 @@ from realgraph.graphs.maths import (
     Value,
 )
 from realgraph.runtime.batch import Packed
-from realgraph.runtime.engine import LogprobGap, NumericsError
+from realgraph.runtime.logprob_gap import LogprobGap
 from realgraph.runtime.models.weights import whole
 from realgraph.runtime.train.engine import TorchTrainEngine
+from realgraph.runtime.train.errors import NumericsError
 from realgraph.runtime.wire.protocol import Mean
 from tests import tiny
 from tests.engines import call, engine, folder, optimizer, same, weights_of

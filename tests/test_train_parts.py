@@ -1,6 +1,7 @@
 """Schedules, the loss scale, and tensors on disk: the train engine's parts that need no model."""
 
 import random
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from realgraph.graphs.spec import Optimizer
 from realgraph.runtime.job.run_folder import write_at
 from realgraph.runtime.models import checkpoint_files
-from realgraph.runtime.models.checkpoint_files import CheckpointTarget, Reader, TensorEntry, write_parts
+from realgraph.runtime.models.checkpoint_files import CheckpointTarget, Reader, TensorEntry, Writer, write_parts
 from realgraph.runtime.parallel.cuts import Box, split
 from realgraph.runtime.parallel.exchange import WeightPart
 from realgraph.runtime.parallel.routes import Gap
@@ -82,6 +83,29 @@ def held(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], dict[int, dict[st
     return shapes, found
 
 
+@pytest.mark.parametrize(("n_tensors", "n_files"), [(1, 1), (6, 1), (7, 2), (40, 7), (400, 8), (4800, 10)])
+def test_files_are_as_many_as_several_writers_need(n_tensors: int, n_files: int) -> None:
+    """Tensors of 10 MB: files of 64 MB at least, eight where there is more, of 5 GB at most."""
+    entries = [TensorEntry(f"t.{i}", torch.float32, (2500, 1000)) for i in range(n_tensors)]
+    files = checkpoint_files._tensor_files(CheckpointTarget(Path(), "x"), entries)
+    assert len(files) == n_files
+    assert [name for file in files for name in file.starts] == [entry.name for entry in entries]
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_writers_begin_with_different_files_and_leave_none_out(n: int) -> None:
+    entries = [TensorEntry(f"t.{i}", torch.float32, (1000,)) for i in range(40)]
+    files = checkpoint_files._tensor_files(CheckpointTarget(Path(), "x", 20_000), entries)
+    number = {name: i for i, file in enumerate(files) for name in file.starts}
+    parts = [WeightPart(entry.name, Box((0,), (1000,)), torch.empty(1000)) for entry in entries]
+    walks = []
+    for writer in range(n):
+        turns = [number[part.name] for part in checkpoint_files._apart(parts, files, Writer(writer, n))]
+        walks.append([turns[0], *(b for a, b in pairwise(turns) if a != b)])
+    assert all(sorted(walk) == list(range(8)) for walk in walks)
+    assert all(len(set(at_a_time)) == n for at_a_time in zip(*walks, strict=True))
+
+
 @settings(max_examples=60, deadline=None)
 @given(held(), st.sampled_from([100, 10**9]), st.sampled_from([16, 64, 10**6]), st.randoms(use_true_random=False))
 def test_writers_of_parts_write_the_files_of_one_writer(
@@ -113,9 +137,9 @@ def test_writers_of_parts_write_the_files_of_one_writer(
             own = [(name, box) for name, found in mine[worker].items() for box in found]
             assert all(boxes[worker][name].intersect(box) == box for name, box in own)
             parts = [WeightPart(name, box, full[name][box.slices]) for name, box in rng.sample(own, len(own))]
-            write_parts(CheckpointTarget(several, "x", limit), entries, parts, leads=worker == 0)
+            write_parts(CheckpointTarget(several, "x", limit), entries, parts, Writer(worker, len(mine)))
         whole = [WeightPart(name, Box((0,) * t.ndim, tuple(t.shape)), t) for name, t in full.items()]
-        write_parts(CheckpointTarget(one, "x", limit), entries, whole, leads=True)
+        write_parts(CheckpointTarget(one, "x", limit), entries, whole, Writer())
         assert {f.name: f.read_bytes() for f in several.iterdir()} == {f.name: f.read_bytes() for f in one.iterdir()}
         assert max(sizes) <= bucket
         theirs = [load_file(file) for file in several.glob("*.safetensors")]

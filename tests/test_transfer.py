@@ -31,6 +31,7 @@ from realgraph.runtime.wire.protocol import Peer
 from realgraph.runtime.worker.failures import failure
 from tests.preloaded import CONTEXT
 from tests.test_store import random_value, same
+from tests.traces import enter_shared_memory, shared_memory
 
 ROUTES: tuple[Route, ...] = ("local", "tcp")
 
@@ -180,7 +181,7 @@ def test_peers_are_served_while_the_compute_thread_is_busy(four: list[DataPlane]
                 four[0].gather_now([GatherRequest(1, "z", (1,))], route=route, deadline_seconds=5)
     finally:
         stop.set()
-        thread.join()
+        thread.join(20)
 
 
 def test_strangers_get_nothing(four: list[DataPlane]) -> None:
@@ -212,7 +213,7 @@ def test_a_peer_that_is_not_configured_yet_is_waited_for() -> None:
         timer = threading.Timer(0.3, owner.connect, ([reader.peer],))
         timer.start()
         assert torch.equal(reader.gather_now([GatherRequest(1, "a", (0,))], route="tcp")["a"][0], torch.ones(3))
-        timer.join()
+        timer.join(20)
 
 
 def test_routes_follow_hosts() -> None:
@@ -241,8 +242,9 @@ def test_a_thousand_peers_are_asked_by_one_worker() -> None:
 # --- owners and readers in processes of their own, which are killed ---------------------------------------------------
 
 
-def own(keys: KeyPair, peers: list[KeyPair], pipe: Connection) -> None:
+def own(keys: KeyPair, peers: list[KeyPair], pipe: Connection, home: Path) -> None:
     """An owner: 40 MB of ones under (`w`, 0), a small value under (`s`, 0)."""
+    enter_shared_memory(home)
     store = Store()
     store.put("w", [0], [torch.ones(10_000_000)])
     store.put("s", [0], [torch.ones(2)])
@@ -263,11 +265,11 @@ def read(peer: Peer, pipe: Connection) -> None:
 
 
 @contextlib.contextmanager
-def owner_process() -> Iterator[tuple[DataPlane, int]]:
+def owner_process(home: Path) -> Iterator[tuple[DataPlane, int]]:
     """A reader in this process, connected to an owner in another: the reader and the owner's process id."""
     keys, owner_keys = make_keys(), make_keys()
     here, there = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=own, args=(owner_keys, [keys], there))
+    process = CONTEXT.Process(target=own, args=(owner_keys, [keys], there, home))
     process.start()
     assert process.pid is not None
     try:
@@ -282,9 +284,9 @@ def owner_process() -> Iterator[tuple[DataPlane, int]]:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_killed_owner_is_an_error_that_names_it_at_once(route: Route) -> None:
-    segments = os.listdir("/dev/shm")
-    with owner_process() as (reader, pid):
+def test_a_killed_owner_is_an_error_that_names_it_at_once(route: Route, tmp_path: Path) -> None:
+    shared = shared_memory(tmp_path)
+    with owner_process(tmp_path) as (reader, pid):
         small = [GatherRequest(1, "s", (0,))]
         assert torch.equal(reader.gather_now(small, route=route)["s"][0], torch.ones(2))
         views = reader.gather_now([GatherRequest(1, "w", (0,))], copy=False)["w"] if route == "local" else {}
@@ -296,22 +298,22 @@ def test_a_killed_owner_is_an_error_that_names_it_at_once(route: Route) -> None:
             assert failure(0, "reward", caught.value).kind == "worker"  # so that the master waits for the owner's end
         assert time.monotonic() - start < 10
         assert all(torch.equal(view, torch.ones(10_000_000)) for view in views.values())
-    assert os.listdir("/dev/shm") == segments
+    assert not shared.left()
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_an_owner_killed_in_the_middle_of_gathers_is_an_error(route: Route) -> None:
-    with owner_process() as (reader, pid):
+def test_an_owner_killed_in_the_middle_of_gathers_is_an_error(route: Route, tmp_path: Path) -> None:
+    with owner_process(tmp_path) as (reader, pid):
         timer = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
         timer.start()
         with pytest.raises(PeerLostError, match="worker 1"):
             _gather_for_ever(reader, route)
-        timer.join()
+        timer.join(20)
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_an_owner_that_stops_answering_is_an_error_at_the_deadline(route: Route) -> None:
-    with owner_process() as (reader, pid):
+def test_an_owner_that_stops_answering_is_an_error_at_the_deadline(route: Route, tmp_path: Path) -> None:
+    with owner_process(tmp_path) as (reader, pid):
         wants = [GatherRequest(1, "w", (0,))]
         before = reader.gather_now(wants, route=route)["w"][0]
         os.kill(pid, signal.SIGSTOP)

@@ -1,24 +1,36 @@
 """Traces of a run while it lives: processes, ports, shared memory; all are gone when the run has ended. Linux."""
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.namespaces import mounts, show
+
+SHARED = Path("/dev/shm")
+
 
 def processes_at(home: Path) -> list[int]:
     """Processes, zombies left out, that hold a file under `home` open."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            links = [os.readlink(link) for link in (entry / "fd").iterdir()]
-        except (FileNotFoundError, PermissionError, ProcessLookupError):
-            continue
-        if any(link.startswith(f"{home}/") for link in links):
-            found.append(int(entry.name))
+    return [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit()
+        and int(entry.name) != os.getpid()
+        and any(file.startswith(f"{home}/") for file in open_files(entry))
+    ]
+
+
+def open_files(process: Path) -> list[str]:
+    """Names of the files and sockets that a process, a folder of /proc, has open; none of one that has ended or is
+    another user's. A descriptor that it closes meanwhile hides no other."""
+    found: list[str] = []
+    with contextlib.suppress(FileNotFoundError, PermissionError, ProcessLookupError):
+        for descriptor in list((process / "fd").iterdir()):
+            with contextlib.suppress(FileNotFoundError):
+                found.append(os.readlink(descriptor))
     return found
 
 
@@ -46,11 +58,7 @@ def listening(pids: Sequence[int]) -> set[str]:
     """Local TCP addresses, as the kernel writes them, on which these processes listen."""
     inodes = set()
     for pid in pids:
-        try:
-            links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        inodes |= {link[8:-1] for link in links if link.startswith("socket:[")}
+        inodes |= {name[8:-1] for name in open_files(Path(f"/proc/{pid}")) if name.startswith("socket:[")}
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return {row[1] for row in rows if row[3] == "0A" and row[9] in inodes}
 
@@ -60,12 +68,73 @@ def all_listening() -> set[str]:
     return {row[1] for row in rows if row[3] == "0A"}
 
 
+@dataclass(frozen=True)
+class SharedMemory:
+    """Names that some processes give to shared memory: in a /dev/shm of their own, which is a folder elsewhere, or in
+    everybody's."""
+
+    folder: Path
+    before: frozenset[str]  # names that were there
+
+    def left(self) -> set[str]:
+        """Those that have come since, and in everybody's those of this user that no process has any more."""
+        new = {name for name in self._names() - self.before if (self.folder / name).is_file()}
+        return _held_by_none(new) & self._names() if self.folder == SHARED else new
+
+    def _names(self) -> set[str]:
+        return set(os.listdir(self.folder))
+
+
+def shared_memory(home: Path) -> SharedMemory:
+    """The shared memory of processes that will enter that of `home`."""
+    folder = SHARED
+    if mounts():
+        folder = own_shared_memory(home)
+        folder.mkdir(exist_ok=True)
+    return SharedMemory(folder, frozenset(os.listdir(folder)))
+
+
+def own_shared_memory(home: Path) -> Path:
+    return home / "shared-memory"
+
+
+def enter_shared_memory(home: Path) -> None:
+    """From here on, what this process and its children name in shared memory is in that of `home`, where it has one."""
+    if own_shared_memory(home).is_dir():
+        show(str(own_shared_memory(home)), at=str(SHARED))
+
+
+def _held_by_none(names: set[str]) -> set[str]:
+    """Those of this user's that no other process has mapped or open: tests beside this one use theirs."""
+    names = {name for name in names if _owner(SHARED / name) == os.geteuid()}
+    for entry in Path("/proc").glob("[0-9]*"):
+        if not names:
+            break
+        if int(entry.name) == os.getpid():
+            continue
+        try:
+            held = (entry / "maps").read_text(errors="replace")
+        except OSError:  # it has ended
+            continue
+        held += "".join(f"{name}\n" for name in open_files(entry))
+        names -= {name for name in names if f"{SHARED}/{name}\n" in held}
+    return names
+
+
+def _owner(file: Path) -> int:
+    """-1 where it is gone."""
+    try:
+        return file.stat().st_uid
+    except FileNotFoundError:
+        return -1
+
+
 @dataclass
 class Traces:
     """Processes, ports and shared memory that a run holds while it lives, to be gone when it has ended."""
 
     home: Path
-    shared: set[str]
+    shared: SharedMemory
     ports: set[str] = field(default_factory=set)
 
     def look(self) -> None:
@@ -74,10 +143,10 @@ class Traces:
         assert self.ports, "the run listens nowhere: the test looks in the wrong place"
 
     def gone(self, seconds: float = 5.0) -> None:
-        """Wait until no process, no port and nothing in /dev/shm is left; fails after `seconds`."""
+        """Wait until no process and no port is left, and no shared memory of nobody; fails after `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
-            left = processes_at(self.home), self.ports & all_listening(), set(os.listdir("/dev/shm")) - self.shared
+            left = processes_at(self.home), self.ports & all_listening(), self.shared.left()
             if not any(left):
                 return
             assert time.monotonic() < deadline, f"left behind: processes, ports, shared memory: {left}"
@@ -86,4 +155,4 @@ class Traces:
 
 def traces(home: Path) -> Traces:
     """The traces of a run that has not started yet."""
-    return Traces(home, set(os.listdir("/dev/shm")))
+    return Traces(home, shared_memory(home))

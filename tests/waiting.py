@@ -1,7 +1,10 @@
 """Waiting in tests for what another thread or process does, with an end."""
 
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import AnyStr
 
 
 def until(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
@@ -12,3 +15,13 @@ def until(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+@contextmanager
+def killed(process: "subprocess.Popen[AnyStr]") -> Iterator["subprocess.Popen[AnyStr]"]:
+    """A process that is killed at the end where it still runs: `with Popen` alone waits for it without end."""
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()

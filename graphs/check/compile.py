@@ -5,12 +5,21 @@ from collections.abc import Callable, Iterator
 import networkx as nx
 from msgspec import structs
 
+from realgraph.graphs.check.filters import few_samples
 from realgraph.graphs.check.functions import (
     function_arguments,
     function_environment,
     function_ids,
     function_level,
     function_name,
+)
+from realgraph.graphs.check.generates import (
+    ambiguous_samples,
+    data_sequences,
+    later_samples,
+    leading_prompt,
+    mixed_samples,
+    unknown_samples,
 )
 from realgraph.graphs.check.keys import (
     call_shape,
@@ -21,6 +30,7 @@ from realgraph.graphs.check.keys import (
     key_meaning,
     key_type,
     key_type_text,
+    late_prompt,
     missing_producer,
     no_calls,
     plain_name,
@@ -30,6 +40,7 @@ from realgraph.graphs.check.maths import (
     behaviour_temperature,
     center_key,
     empty_loss,
+    empty_mask,
     greedy_sampling,
     group_of_one,
     overlong_after_baseline,
@@ -59,15 +70,18 @@ from realgraph.graphs.check.run import (
     small_data,
     stale_uncorrected,
     stale_without_cause,
+    surplus_without_cause,
     uneven_minibatches,
     unknown_input,
 )
 from realgraph.graphs.check.switch import switch_off, switch_problems
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.facts import Facts
+from realgraph.graphs.functions import least_samples
 from realgraph.graphs.graph import INPUT, Edge, Graph, Key
 from realgraph.graphs.infer import Draft, infer
-from realgraph.graphs.spec import Generate, GraphSpec, Inference, ModelRole, Train
+from realgraph.graphs.keys import DATA, OF_DATA
+from realgraph.graphs.spec import Function, Generate, GraphSpec, Inference, ModelCall, ModelRole, Train, works_on_data
 
 Rule = Callable[[Draft, Facts], Iterator[Problem]]
 
@@ -81,8 +95,15 @@ RULES: tuple[Rule, ...] = (
     key_type,
     key_meaning,
     keep_type,
+    late_prompt,
     input_shape,
     call_shape,
+    leading_prompt,
+    later_samples,
+    unknown_samples,
+    ambiguous_samples,
+    data_sequences,
+    mixed_samples,
     unknown_role,
     frozen_trained,
     trainable_untrained,
@@ -99,6 +120,7 @@ RULES: tuple[Rule, ...] = (
     function_level,
     function_environment,
     function_ids,
+    few_samples,
     group_of_one,
     two_returns,
     reward_after_return,
@@ -113,12 +135,14 @@ RULES: tuple[Rule, ...] = (
     empty_loss,
     pair_aggregate,
     pair_size,
+    empty_mask,
     unknown_input,
     missing_column,
     small_data,
     uneven_minibatches,
     stale_uncorrected,
     stale_without_cause,
+    surplus_without_cause,
 )
 
 
@@ -147,16 +171,35 @@ def _build(draft: Draft, facts: Facts, spec: GraphSpec) -> Graph:
     for key, (write, *_) in draft.writes.items():
         if write.call != INPUT:
             writes[write.call].append(key)
+    several = sum(1 for _ in draft.of(Generate)) > 1
     return Graph(
         name=draft.spec.name,
-        calls={name: draft.spec.calls[name] for name in order},
+        calls={name: _with_full_names(draft, name) for name in order},
         models={name: _with_path(role, spec.models) for name, role in draft.spec.models.items()},
         keys=_keys(draft, order, reads, writes),
         reads=reads,
         writes={name: tuple(keys) for name, keys in writes.items()},
         edges=(*data_edges, *_weight_edges(draft, order, facts.staleness)),
         samples_per_group=draft.samples_per_group,
+        leading=draft.leading if several else "",
+        samplers=draft.samplers if several else _on_data(draft),
+        least_samples=least_samples(draft.spec.calls, draft.samples_per_group),
     )
+
+
+def _on_data(draft: Draft) -> dict[str, str]:
+    """The calls that work on sequences of the data beside generated samples."""
+    return {name: DATA for name, call in draft.spec.calls.items() if works_on_data(draft.spec, call)}
+
+
+def _with_full_names(draft: Draft, name: str) -> ModelCall:
+    """A call as the runtime needs it: keywords of functions with the keys that the graph has."""
+    call = draft.spec.calls[name]
+    if not isinstance(call, Function) or not isinstance(call.reads, dict):
+        return call
+    keys = {read.path: read.key for read in draft.reads[name]}
+    full = {word: keys.get(f"$.calls.{name}.reads.{word}", key) for word, key in call.reads.items()}
+    return structs.replace(call, reads=full)
 
 
 def _data_edges(draft: Draft) -> Iterator[Edge]:
@@ -212,7 +255,8 @@ def _keys(
     for name in order:
         for key in reads[name]:
             consumers.setdefault(key, []).append(name)
-    names = [key for key in draft.spec.inputs if key in consumers] + [key for name in order for key in writes[name]]
+    inputs = dict.fromkeys((*draft.spec.inputs, *(key for key in OF_DATA if draft.producer(key) == INPUT)))
+    names = [key for key in inputs if key in consumers] + [key for name in order for key in writes[name]]
     keys = {}
     for key in names:
         write = draft.writes[key][0]

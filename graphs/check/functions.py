@@ -35,8 +35,13 @@ def function_name(draft: Draft, facts: Facts) -> Iterator[Problem]:
 def function_arguments(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """A built-in function gets the keys and arguments that it takes, by name, and gives one value."""
     for name, call in draft.of(Function):
+        for i, key in enumerate(call.reads if isinstance(call.reads, tuple) else ()):
+            if "." in key:
+                text = f"a function gets the keys of a list as keywords, and {key!r} can't be one"
+                hint = f"write `reads` as a mapping from keywords to keys: {{{key.partition('.')[2]}: {key}}}"
+                yield draft.problem(f"$.calls.{name}.reads[{i}]", text, hint)
         for key in call.args:
-            if key in call.reads:
+            if key in call.keywords:
                 text = f"{key!r} is a key that the call reads, and an argument of the same name"
                 yield draft.problem(f"$.calls.{name}.args.{key}", text, "remove one of the two, or rename the argument")
         signature = SIGNATURES.get(call.fn)
@@ -44,17 +49,26 @@ def function_arguments(draft: Draft, facts: Facts) -> Iterator[Problem]:
             continue
         yield from _needed(draft, name, call, signature)
         yield from _unknown(draft, name, call, signature)
-        if call.over != signature.over:
+        if call.over != signature.over and not (call.over == "group" and _of_groups(draft, call)):
             text = f"{call.fn!r} works over a {signature.over}, not over a {call.over}"
             yield draft.problem(f"$.calls.{name}.over", text, f"write `over: {signature.over}`")
         if len(call.writes) != 1:
             text = f"{call.fn!r} gives one value, but the call writes {len(call.writes)} keys"
             yield draft.problem(f"$.calls.{name}.writes", text, "write one key, such as `{reward: sample float32}`")
+        elif not signature.number and [text.split()[-1:] for text in call.writes.values()] != [["text"]]:
+            text = f"{call.fn!r} gives a text"
+            yield draft.problem(f"$.calls.{name}.writes", text, "write it as text, such as `{question: sample text}`")
+
+
+def _of_groups(draft: Draft, call: Function) -> bool:
+    """True where every key that a function reads has one value a group: then so has a function of single values."""
+    types = [write.type for key in call.keywords.values() for write in draft.writes.get(key, ())[:1]]
+    return SIGNATURES[call.fn].over == "sample" and all(one is None or one.level == "group" for one in types)
 
 
 def _needed(draft: Draft, name: str, call: Function, signature: Signature) -> Iterator[Problem]:
     for key in signature.keys:
-        if key not in call.reads and key not in call.args:
+        if key not in call.keywords and key not in call.args:
             hint = f"keys reach a function under their own names: add {key!r} to `reads`"
             yield draft.problem(f"$.calls.{name}.reads", f"{call.fn!r} needs the key {key!r}", hint)
     for key in signature.args:
@@ -64,9 +78,10 @@ def _needed(draft: Draft, name: str, call: Function, signature: Signature) -> It
 
 
 def _unknown(draft: Draft, name: str, call: Function, signature: Signature) -> Iterator[Problem]:
-    given = [(f"reads[{i}]", key) for i, key in enumerate(call.reads)] + [(f"args.{key}", key) for key in call.args]
-    for place, key in given:
-        if key not in signature.takes:
+    named = isinstance(call.reads, dict)
+    given = [(f"reads.{key}" if named else f"reads[{i}]", key) for i, key in enumerate(call.keywords)]
+    for place, key in [*given, *((f"args.{key}", key) for key in call.args)]:
+        if key not in signature.takes and "." not in key:
             hint = suggest(key, signature.takes)
             yield draft.problem(f"$.calls.{name}.{place}", f"{call.fn!r} does not take {key!r}", hint)
 
@@ -94,13 +109,15 @@ def function_ids(draft: Draft, facts: Facts) -> Iterator[Problem]:
     for name, call in draft.of(Function):
         for i, key in enumerate(call.ids):
             place = f"$.calls.{name}.ids[{i}]"
-            types = [write.type for write in draft.writes.get(key, ()) if write.type is not None]
-            if key not in call.reads:
+            types = [
+                write.type for write in draft.writes.get(call.keywords.get(key, key), ()) if write.type is not None
+            ]
+            if key not in call.keywords:
                 yield draft.problem(place, f"{name!r} does not read {key!r}", f"add {key!r} to `reads`")
             elif types and not is_prompt(types[0]):
                 text = f"{key!r} is {types[0]}, and reaches the function as it is"
                 yield draft.problem(place, text, "`ids` is for prompts, of type group tokens")
-            elif ids_keyword(key) in (*call.reads, *call.args):
+            elif ids_keyword(key) in (*call.keywords, *call.args):
                 text = f"the token ids of {key!r} come as {ids_keyword(key)!r}, which the call already has"
                 yield draft.problem(place, text, f"rename the other {ids_keyword(key)!r}")
 

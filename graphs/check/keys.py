@@ -9,17 +9,18 @@ import networkx as nx
 
 from realgraph.graphs.errors import Problem, suggest
 from realgraph.graphs.facts import Facts
+from realgraph.graphs.functions import KEEP, KEEP_TYPES
 from realgraph.graphs.graph import INPUT
 from realgraph.graphs.infer import Draft, Read, makes_returns
-from realgraph.graphs.keys import DTYPES, GENERATED, LEVELS, TOKENS, parse_key_type
+from realgraph.graphs.keys import DTYPES, GENERATED, LEVELS, OF_DATA, TOKENS, parse_key_type
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Train
-
-KEEP = "keep"  # a function that writes it filters groups
 
 
 def plain_name(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """Names have the form of Python's: overrides spell them in dotted paths, and functions get keys as keywords."""
-    keys = {write.path: key for key, writes in draft.writes.items() for write in writes if key not in GENERATED}
+    generated = {name for name, _ in draft.of(Generate)}
+    named = ((key, writes) for key, writes in draft.writes.items() if key not in OF_DATA)
+    keys = {w.path: key for key, writes in named for w in writes if w.call not in generated}
     for path, name in [*_entries(draft), *keys.items()]:
         if not name.isidentifier() or (path in keys and iskeyword(name)):
             hint = "use letters, digits and _, such as ref_logp"
@@ -32,6 +33,7 @@ def _entries(draft: Draft) -> Iterator[tuple[str, str]]:
     named: list[tuple[str, Iterable[str]]] = [("$.calls", spec.calls), ("$.models", spec.models)]
     named += [(f"$.calls.{name}.steps", call.steps) for name, call in draft.of(Advantage)]
     named += [(f"$.calls.{name}.loss.terms", call.loss.terms) for name, call in draft.of(Train)]
+    named += [(f"$.calls.{n}.reads", call.reads) for n, call in draft.of(Function) if isinstance(call.reads, dict)]
     return ((f"{parent}.{name}", name) for parent, names in named for name in names)
 
 
@@ -85,7 +87,9 @@ def _missing_hint(draft: Draft, call: str, read: Read) -> str:
         lost = draft.switched_off[read.key]
         return f"the call {lost.call!r} would write it, but {lost.switch} switches it off"
     if read.key in GENERATED:
-        return "a generate call writes it, or an input of the data set may give it"
+        full = [key for key in draft.writes if key.endswith(f".{read.key}")]
+        several = f"several calls generate: name one of {', '.join(full)}"
+        return several if full else "a generate call writes it, or an input of the data set may give it"
     meaning = read.requires.meaning
     if meaning and not get_close_matches(read.key, draft.writes, 1, 0.6):
         return f"add an inference call with `output: {meaning}` and `writes: [{read.key}]`"
@@ -94,17 +98,10 @@ def _missing_hint(draft: Draft, call: str, read: Read) -> str:
 
 
 def duplicate_producer(draft: Draft, facts: Facts) -> Iterator[Problem]:
-    """Every key has one producer; and as a generate call writes fixed keys, a graph has at most one."""
-    generates = {name for name, _ in draft.of(Generate)}
-    for name in [name for name, _ in draft.of(Generate)][1:]:
-        first = next(other for other, _ in draft.of(Generate))
-        text = f"{name!r} is a second generate call: like {first!r} it writes {', '.join(GENERATED)}"
-        yield draft.problem(f"$.calls.{name}", text, "keep one, and ask it for more samples with `n`")
+    """Every key has one producer."""
     for key, writes in draft.writes.items():
         first_write, *others = writes
         for write in others:
-            if {first_write.call, write.call} <= generates:
-                continue
             by = "the data set" if first_write.call == INPUT else f"the call {first_write.call!r}"
             hint = "rename one of the two, remove it, or switch it off by `when`"
             yield draft.problem(write.path, f"{key!r} is written twice: by {by} and by the call {write.call!r}", hint)
@@ -179,12 +176,22 @@ def _of_meaning(draft: Draft, meaning: str) -> list[str]:
     return sorted(key for key, writes in draft.writes.items() if writes[0].meaning == meaning)
 
 
+def late_prompt(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """A later generate call of a group starts before the batch is made: its prompt is there by then."""
+    for name, _ in draft.of(Generate):
+        if not _in_time(draft, name):
+            text = f"{name!r} generates before a batch is made, but {_late_because(draft, name)}"
+            hint = "let its prompt be made of what the data, generate calls, and functions of a sample or group give"
+            yield draft.problem(f"$.calls.{name}.reads", text, hint)
+
+
 def keep_type(draft: Draft, facts: Facts) -> Iterator[Problem]:
-    """`keep` filters groups, so it is one bool a group."""
+    """`keep` filters groups or samples, so it is one bool a group or a sample."""
     for write in draft.writes.get(KEEP, ()):
-        if write.type is not None and str(write.type) != "group bool":
-            text = f"{KEEP!r} decides which groups stay: it is group bool, not {write.type}"
-            yield draft.problem(write.path, text, f"write `{KEEP}: group bool`, or give the key another name")
+        if write.type is not None and str(write.type) not in KEEP_TYPES:
+            text = f"{KEEP!r} decides which groups or samples stay: it is {' or '.join(KEEP_TYPES)}, not {write.type}"
+            hint = f"write `{KEEP}: {KEEP_TYPES[0]}` or `{KEEP}: {KEEP_TYPES[1]}`, or give the key another name"
+            yield draft.problem(write.path, text, hint)
         elif write.call == INPUT:
             text = f"{KEEP!r} of the data filters nothing: only what a function writes under that name does"
             yield draft.problem(write.path, text, "leave the rows out of the data, or give the key another name")
@@ -195,11 +202,13 @@ def keep_type(draft: Draft, facts: Facts) -> Iterator[Problem]:
 
 
 def _in_time(draft: Draft, name: str) -> bool:
-    """True where a call runs as soon as its samples are there: a function that waits for nothing but such functions."""
+    """True where a call runs as soon as its samples are there: it generates, or is a function over less than the batch,
+    and waits for nothing but such calls."""
     call = draft.spec.calls[name]
-    if not isinstance(call, Function):
-        return isinstance(call, Generate)
-    return call.over != "batch" and all(_in_time(draft, producer) for producer in _producers(draft, name))
+    if not isinstance(call, Function | Generate):
+        return False
+    early = isinstance(call, Generate) or call.over != "batch"
+    return early and all(_in_time(draft, producer) for producer in _producers(draft, name))
 
 
 def _producers(draft: Draft, name: str) -> list[str]:
@@ -229,7 +238,7 @@ def _late_because(draft: Draft, name: str) -> str:
         return f"{name!r} works over the batch"
     late = next(producer for producer in _producers(draft, name) if not _in_time(draft, producer))
     key = next(read.key for read in draft.reads[name] if draft.producer(read.key) == late)
-    kept = isinstance(draft.spec.calls[late], Function) and not _in_time(draft, late)
+    kept = isinstance(draft.spec.calls[late], Function | Generate)
     return f"{name!r} reads {key!r} of {late!r}, which {'waits for a batch' if kept else 'runs on a batch'}"
 
 
@@ -249,6 +258,11 @@ def call_shape(draft: Draft, facts: Facts) -> Iterator[Problem]:
         if len(generate.reads) != 1:
             text = f"a generate call reads one key, the prompt, not {len(generate.reads)}"
             yield draft.problem(f"$.calls.{name}.reads", text, "write `reads: [prompt]`")
+        given = generate.max_prompt_tokens is not None
+        if given and all(draft.producer(key) == INPUT for key in generate.reads):
+            text = "the longest prompt of the data is the data's own setting"
+            path = f"$.calls.{name}.max_prompt_tokens"
+            yield draft.problem(path, text, "set data.max_prompt_tokens in the run file, and leave this out")
         if "" in generate.stop:
             text = "an empty text matches everywhere: every sample would end at once"
             yield draft.problem(f"$.calls.{name}.stop[{generate.stop.index('')}]", text, "remove it")

@@ -6,8 +6,9 @@ from itertools import chain, takewhile
 from realgraph.graphs.errors import Problem
 from realgraph.graphs.facts import Facts
 from realgraph.graphs.infer import Draft
-from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS
+from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS, LogprobSemantics
 from realgraph.graphs.maths import (
+    Masked,
     PairMean,
     PolicyGradient,
     Term,
@@ -44,7 +45,7 @@ def group_of_one(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """A group of one sample has no other to be compared with: its advantage would always be zero."""
     if draft.samples_per_group > 1:
         return
-    generate = next((name for name, _ in draft.of(Generate)), None)
+    generate = draft.leading
     hint = f"set calls.{generate}.n to 2 or more, or use `by: batch`" if generate else "use `by: batch`"
     for path, entry, step in steps_of(draft):
         if step.compares_samples:
@@ -105,11 +106,12 @@ def center_key(draft: Draft, facts: Facts) -> Iterator[Problem]:
 
 def overlong_limits(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """The penalty grows from `start` to `limit`, and begins at lengths that samples reach."""
-    generate = next((call for _, call in draft.of(Generate)), None)
-    longest = generate.most_new_tokens(facts.max_new_tokens) if generate else facts.max_new_tokens
+    generates = dict(draft.of(Generate))
     for path, entry, step in steps_of(draft):
         if not isinstance(step, Overlong):
             continue
+        generate = generates.get(draft.samplers.get(path.split(".")[2], ""))
+        longest = generate.most_new_tokens(facts.max_new_tokens) if generate else facts.max_new_tokens
         if step.start >= step.limit:
             text = f"the step {entry!r} begins at {step.start} tokens, not before its limit of {step.limit}"
             yield draft.problem(f"{path}.start", text, "`start` is where the penalty begins, `limit` where it is -1")
@@ -134,31 +136,44 @@ def adaptive_horizon(draft: Draft, facts: Facts) -> Iterator[Problem]:
 
 def greedy_sampling(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """Greedy decoding has no distribution: neither a policy gradient nor a KL can be estimated from it."""
-    greedy = [name for name, call in draft.of(Generate) if call.temperature == 0]
-    users = [
-        f"the policy gradient {entry!r}" for _, _, entry, term in terms_of(draft) if isinstance(term, PolicyGradient)
-    ]
-    users += _comparing_steps(draft)
-    for name in greedy:
+    for name in [name for name, call in draft.of(Generate) if call.temperature == 0]:
+        terms = [(path, entry) for path, _, entry, term in terms_of(draft) if isinstance(term, PolicyGradient)]
+        users = [f"the policy gradient {entry!r}" for path, entry in terms if _works_on(draft, path, name)]
+        users += _comparing_steps(draft, name)
         if users:
             text = f"{name!r} decodes greedily, but {' and '.join(users)} needs samples of a distribution"
             yield draft.problem(f"$.calls.{name}.temperature", text, "set a temperature above 0, such as 1.0")
 
 
-def _comparing_steps(draft: Draft) -> list[str]:
-    """The steps that compare log-probabilities with those of sampling."""
-    return [f"the step {entry!r}" for _, entry, step in steps_of(draft) if step.compared_logprobs is not None]
+def _works_on(draft: Draft, path: str, generate: str) -> bool:
+    """True where the call of an entry at `path` works on the samples of a generate call."""
+    return draft.samplers.get(path.split(".")[2]) == generate
+
+
+def _behaviour(draft: Draft, path: str) -> tuple[str, LogprobSemantics] | None:
+    """The generate call on whose samples the call at `path` works, and the distribution that it draws from, where it is
+    one: greedy decoding is none."""
+    sampler = draft.samplers.get(path.split(".")[2], "")
+    several = sum(1 for _ in draft.of(Generate)) > 1
+    behaviour = draft.semantics(f"{sampler}.{BEHAVIOUR_LOGPROBS}" if several else BEHAVIOUR_LOGPROBS)
+    if behaviour is None or not behaviour.behaviour or behaviour.temperature == 0:
+        return None
+    return sampler, behaviour
+
+
+def _comparing_steps(draft: Draft, generate: str) -> list[str]:
+    """The steps that compare log-probabilities with those of sampling by a generate call."""
+    compared = [(path, entry) for path, entry, step in steps_of(draft) if step.compared_logprobs is not None]
+    return [f"the step {entry!r}" for path, entry in compared if _works_on(draft, path, generate)]
 
 
 def behaviour_temperature(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """The loss divides logits by the temperature that sampling used: else its ratios are wrong from the first step."""
-    behaviour = draft.semantics(BEHAVIOUR_LOGPROBS)
-    if behaviour is None or not behaviour.behaviour or behaviour.temperature == 0:
-        return
     for name, call in draft.of(Train):
+        found = _behaviour(draft, f"$.calls.{name}")
         learns = any(isinstance(term, PolicyGradient) for term in call.loss.terms.values())
-        if learns and call.temperature != behaviour.temperature:
-            sampler = draft.producer(BEHAVIOUR_LOGPROBS)
+        if learns and found is not None and call.temperature != found[1].temperature:
+            sampler, behaviour = found
             text = (
                 f"the policy gradient takes log-probabilities at temperature {call.temperature:g}, "
                 f"but {sampler!r} samples at {behaviour.temperature:g}"
@@ -170,20 +185,19 @@ def behaviour_temperature(draft: Draft, facts: Facts) -> Iterator[Problem]:
 
 def truncated_sampling(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """top-p and top-k renormalise over part of the vocabulary: ratios to the full distribution are then biased."""
-    behaviour = draft.semantics(BEHAVIOUR_LOGPROBS)
-    if behaviour is None or not behaviour.truncated:
-        return
-    users = [
-        f"the importance ratio of {entry!r}"
-        for _, _, entry, term in terms_of(draft)
-        if isinstance(term, PolicyGradient) and term.ratio != "none"
-    ]
-    users += _comparing_steps(draft)
-    if users:
-        sampler = next(name for name, call in draft.of(Generate))
-        field = "top_p" if next(call.top_p for _, call in draft.of(Generate)) < 1 else "top_k"
-        text = f"{sampler!r} samples from part of the vocabulary ({field}), but {' and '.join(users)} needs all of it"
-        yield draft.problem(f"$.calls.{sampler}.{field}", text, "set `top_p: 1.0` and `top_k: 0`")
+    for name, call in draft.of(Generate):
+        if call.top_p == 1 and call.top_k == 0:
+            continue
+        users = [
+            f"the importance ratio of {entry!r}"
+            for path, _, entry, term in terms_of(draft)
+            if isinstance(term, PolicyGradient) and term.ratio != "none" and _works_on(draft, path, name)
+        ]
+        users += _comparing_steps(draft, name)
+        field = "top_p" if call.top_p < 1 else "top_k"
+        text = f"{name!r} samples from part of the vocabulary ({field}), but {' and '.join(users)} needs all of it"
+        if users:
+            yield draft.problem(f"$.calls.{name}.{field}", text, "set `top_p: 1.0` and `top_k: 0`")
 
 
 def reference_temperature(draft: Draft, facts: Facts) -> Iterator[Problem]:
@@ -191,14 +205,11 @@ def reference_temperature(draft: Draft, facts: Facts) -> Iterator[Problem]:
     for path, call, entry, term in terms_of(draft):
         if term.compared_logprobs is not None:
             yield from _same_temperature(draft, path, term.compared_logprobs, call.temperature, f"the term {entry!r}")
-    behaviour = draft.semantics(BEHAVIOUR_LOGPROBS)
-    if behaviour is None or behaviour.temperature == 0:
-        return
     for path, entry, step in steps_of(draft):
-        if step.compared_logprobs is not None:
-            yield from _same_temperature(
-                draft, path, step.compared_logprobs, behaviour.temperature, f"the step {entry!r}"
-            )
+        found = _behaviour(draft, path)
+        if found is not None and step.compared_logprobs is not None:
+            temperature = found[1].temperature
+            yield from _same_temperature(draft, path, step.compared_logprobs, temperature, f"the step {entry!r}")
 
 
 def _same_temperature(draft: Draft, path: str, key: str, temperature: float, by: str) -> Iterator[Problem]:
@@ -249,3 +260,13 @@ def pair_size(draft: Draft, facts: Facts) -> Iterator[Problem]:
         if term.of_pairs and draft.samples_per_group != 2:
             text = f"the term {entry!r} compares the two samples of a group, but a group has {draft.samples_per_group}"
             yield draft.problem(path, text, "set `n: 2` in the generate call")
+
+
+def empty_mask(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """A mask of off-policy samples lets some through: those of the policy that is trained, whose ratio is 1."""
+    for path, _, entry, term in terms_of(draft):
+        if isinstance(term, PolicyGradient) and isinstance(term.off_policy, Masked):
+            low, high = term.off_policy.low, term.off_policy.high
+            if not low <= 1 <= high:
+                text = f"the term {entry!r} masks ratios outside [{low:g}, {high:g}], and that of fresh samples is 1"
+                yield draft.problem(f"{path}.off_policy", text, "write bounds around 1, such as `low: 0.5, high: 5.0`")

@@ -46,13 +46,16 @@ def trainable_untrained(draft: Draft, facts: Facts) -> Iterator[Problem]:
 
 def policy_not_sampled(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """The role that a policy gradient trains is the one that generates, in RL."""
-    sampled = {call.model: name for name, call in draft.of(Generate)}
+    sampled = {name: call.model for name, call in draft.of(Generate)}
     for name, call in draft.of(Train):
         learns = any(isinstance(term, PolicyGradient) for term in call.loss.terms.values())
-        if sampled and learns and call.model not in sampled:
-            other, generate = next(iter(sampled.items()))
+        generate = draft.samplers.get(name, "")
+        if learns and generate in sampled and call.model != sampled[generate]:
+            other = sampled[generate]
             text = f"{call.model!r} is trained by a policy gradient, but {generate!r} samples from {other!r}"
-            yield draft.problem(f"$.calls.{name}.model", text, f"set `model: {call.model}` in calls.{generate}")
+            hint = f"set `model: {call.model}` in calls.{generate}"
+            own = f"set `samples` to a call that samples {call.model!r}, or {hint}"
+            yield draft.problem(f"$.calls.{name}.model", text, hint if call.samples is None else own)
 
 
 def head_mismatch(draft: Draft, facts: Facts) -> Iterator[Problem]:
@@ -116,6 +119,9 @@ def own_tokenizer(draft: Draft, facts: Facts) -> Iterator[Problem]:
         elif not any(True for _ in draft.of(Generate)):
             text = f"{name!r} reads samples of the data, which have no text to tokenize again: no call generates"
             yield draft.problem(path, text, "leave `tokenizer` out")
+        elif draft.samplers[name] != draft.leading:
+            text = f"{name!r} reads samples of {draft.samplers[name]!r}, which answer no conversation of the data"
+            yield draft.problem(path, text, f"write `samples: {draft.leading}`, or leave `tokenizer` out")
         elif role.trainable or role.ema_rate is not None:
             text = f"{call.model!r} is trained, on the tokens of the role that generates"
             yield draft.problem(path, text, "leave `tokenizer` out, or freeze the role")

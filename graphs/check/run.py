@@ -9,7 +9,7 @@ from realgraph.graphs.graph import INPUT
 from realgraph.graphs.infer import Draft
 from realgraph.graphs.keys import MASK, TOKENS
 from realgraph.graphs.maths import Ignore, PolicyGradient
-from realgraph.graphs.spec import Generate, Train
+from realgraph.graphs.spec import Generate, Train, works_on_data
 
 SEQUENCE_COLUMNS = (("prompt", "response"), ("messages",))
 TOOLS = "tools"  # a column for the chat template, whatever the inputs
@@ -22,10 +22,15 @@ def read_inputs(draft: Draft) -> list[str]:
     return [key for key in draft.spec.inputs if key in used and draft.producer(key) == INPUT]
 
 
+def _on_data(draft: Draft) -> bool:
+    """True where a call trains on sequences of the data beside generated samples."""
+    return any(works_on_data(draft.spec, call) for call in draft.spec.calls.values())
+
+
 def unknown_input(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """`data.columns` maps inputs that the graph has."""
     known = {*draft.spec.inputs, TOOLS}
-    if TOKENS in known:
+    if TOKENS in known or _on_data(draft):
         known |= {name for names in (*SEQUENCE_COLUMNS, *PAIR_COLUMNS) for name in names}
     for name in facts.data_columns:
         if name not in known:
@@ -38,7 +43,7 @@ def missing_column(draft: Draft, facts: Facts) -> Iterator[Problem]:
     if facts.columns is None:
         return
     inputs = read_inputs(draft)
-    if TOKENS in inputs:
+    if TOKENS in inputs or _on_data(draft):
         yield from _sequence_columns(draft, facts, facts.columns)
     for name in inputs:
         column = facts.data_columns.get(name, name)
@@ -51,7 +56,8 @@ def missing_column(draft: Draft, facts: Facts) -> Iterator[Problem]:
 
 def _sequence_columns(draft: Draft, facts: Facts, columns: tuple[str, ...]) -> Iterator[Problem]:
     """Whole sequences are made of a prompt and a response, of messages, or of a chosen and a rejected response."""
-    choices = PAIR_COLUMNS if draft.samples_per_group == 2 else SEQUENCE_COLUMNS
+    pairs = draft.samples_per_group == 2 and not _on_data(draft)
+    choices = PAIR_COLUMNS if pairs else SEQUENCE_COLUMNS
     named = [[facts.data_columns.get(name, name) for name in names] for names in choices]
     if any(all(column in columns for column in names) for names in named):
         return
@@ -67,10 +73,21 @@ def small_data(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """One step's groups are different rows."""
     if facts.n_rows == 0:
         yield draft.problem("$.data.path", "the data set is empty", "give data with at least batch.groups rows")
-    elif facts.n_rows is not None and facts.groups is not None and facts.n_rows < facts.groups:
+    elif facts.n_rows is not None and facts.groups is not None and facts.n_rows < facts.groups + facts.surplus:
         rows = f"{facts.n_rows} row{'s' * (facts.n_rows != 1)}"
-        text = f"a step takes {facts.groups} groups, but the data set has {rows}"
-        yield draft.problem("$.batch.groups", text, f"set batch.groups to at most {facts.n_rows}, or give more data")
+        begun = f", and {facts.surplus} more by batch.oversample" if facts.surplus else ""
+        text = f"a step takes {facts.groups} groups{begun}, but the data set has {rows}"
+        hint = f"set batch.groups to at most {facts.n_rows}, or give more data"
+        yield draft.problem("$.batch.groups", text, f"{hint}; or lower batch.oversample" if begun else hint)
+
+
+def surplus_without_cause(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """A surplus of groups is begun where samples are generated, and left out where some are trained before others."""
+    generates, trains = any(draft.of(Generate)), any(draft.of(Train))
+    if facts.surplus and not (generates and trains):
+        missing = "trains" if generates else "generates"
+        text = f"{facts.surplus} groups more are begun than a step takes, but no call {missing}"
+        yield draft.problem("$.batch.oversample", text, "leave batch.oversample out")
 
 
 def uneven_minibatches(draft: Draft, facts: Facts) -> Iterator[Problem]:
@@ -92,9 +109,12 @@ def stale_uncorrected(draft: Draft, facts: Facts) -> Iterator[Problem]:
     if facts.staleness == 0:
         return
     for path, _, entry, term in terms_of(draft):
-        if isinstance(term, PolicyGradient) and isinstance(term.off_policy, Ignore):
+        if isinstance(term, PolicyGradient) and term.off_policy == Ignore(uncorrected=False):
             text = f"samples may be {facts.staleness} steps old, but the term {entry!r} ignores that"
-            hint = "write `off_policy: {kind: decoupled}` or `{kind: truncated}`, or set staleness: 0"
+            hint = (
+                "write `off_policy: {kind: decoupled}` (or truncated, or masked), or set staleness: 0; naive PPO, to "
+                "compare with, is `{kind: ignore, uncorrected: true}`"
+            )
             yield draft.problem(f"{path}.off_policy", text, hint)
 
 

@@ -23,16 +23,17 @@ def switch_off(spec: GraphSpec) -> tuple[GraphSpec, dict[str, Lost]]:
     models = {name: role for name, role in spec.models.items() if role.when}
     off_roles = spec.models.keys() - models.keys()
     calls = {name: call for name, call in spec.calls.items() if call.when and role_of(call) not in off_roles}
-    kept = {write.key for name, call in calls.items() for write in call_writes(name, call)} | spec.inputs.keys()
+    left = structs.replace(spec, models=models, calls=calls)
+    kept = {write.key for name in calls for write in call_writes(name, left)} | spec.inputs.keys()
     lost = {
         write.key: Lost(name, f"calls.{name}.when" if not call.when else f"models.{role_of(call)}.when")
         for name, call in spec.calls.items()
         if name not in calls
-        for write in call_writes(name, call)
+        for write in call_writes(name, spec)
         if write.key not in kept
     }
     live = {name: _without(call, lost) for name, call in calls.items()}
-    return structs.replace(spec, models=models, calls=live), lost
+    return structs.replace(left, calls=live), lost
 
 
 def switch_problems(spec: GraphSpec, where: Callable[[str], Where]) -> Iterator[Problem]:

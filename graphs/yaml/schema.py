@@ -4,7 +4,7 @@ msgspec stops at its first error, so `check` walks the types itself; what it pas
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import cast, get_args
 
@@ -222,13 +222,34 @@ def _fields(kind: inspect.Type, struct: inspect.StructType, value: Branch, path:
         if name in value:
             wrong = mismatches(field.type, value[name], child(path, name))
             own = _ZERO_HINTS.get((struct.cls, name), "") if value[name] == 0 else ""
-            yield from ((at, text, hint or own) for at, text, hint in wrong)
+            beside = _sections_beside(fields, name, value[name], child(path, name))
+            yield from ((at, text, beside.get(at) or hint or own) for at, text, hint in wrong)
         elif field.required and name not in meant:
             yield child(path, name), f"required, but not given: expected {describe(field.type)}", ""
 
 
 def _of(struct: inspect.StructType) -> str:
     return f" of kind {struct.tag}" if struct.tag_field else ""
+
+
+def _sections_beside(fields: Mapping[str, inspect.Field], name: str, section: Tree, path: str) -> Mapping[str, str]:
+    """For the keys of a section that it does not have: those beside it that do, by path."""
+    own = _keys(fields[name].type)
+    if not own or not isinstance(section, dict):
+        return {}
+    found = {key: [f"`{other}`" for other in fields if key in _keys(fields[other].type)] for key in section}
+    return {
+        child(path, key): f"it belongs to {' or '.join(others)}"
+        for key, others in found.items()
+        if others and key not in own
+    }
+
+
+def _keys(kind: inspect.Type) -> Collection[str]:
+    """The keys of a section; none where it is something else, or has a kind of its own."""
+    sections = structs(kind)
+    plain = len(sections) == 1 and not sections[0].tag_field
+    return [field.encode_name for field in sections[0].fields] if plain else ()
 
 
 def _elsewhere(kind: inspect.Type, struct: inspect.StructType, key: str) -> str:

@@ -10,8 +10,8 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from realgraph.planner.costs.spread import SPREADS
 from realgraph.planner.options.calls import phase_of
-from realgraph.planner.options.pricing import DEFAULT_ERROR
 from realgraph.planner.options.tables import PreparedProblem
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.plan.problem import Choice, Floats, Limits, Move, OptionTable, SearchProblem, Solution
@@ -21,6 +21,7 @@ from realgraph.planner.search.assembly import plan_of
 from realgraph.planner.search.search import solved
 from realgraph.planner.solve.solver import evaluate, solve
 
+PHASES: tuple[Phase, ...] = ("train", "inference", "generate", "reallocate")
 N_SCENARIOS = 16  # of errors, under each of which every plan is judged
 N_SEARCHED_SCENARIOS = 6  # of them that are also planned for: their best plans are the candidates
 MOST_NOMINAL_LOSS = 0.05  # relative: plans worse than this by the nominal costs are left out
@@ -95,8 +96,8 @@ def scenario(request: PlanRequest, rng: np.random.Generator) -> Scenario:
     """One draw: log-normal factors with the error bars of calibration, or the shipped ones."""
     factors: dict[Phase, float] = {}
     exponents: dict[Phase, float] = {}
-    for phase, shipped in DEFAULT_ERROR.items():
-        error = request.costs.phases.get(phase, PhaseFactor()).error or shipped
+    for phase in PHASES:
+        error = request.costs.phases.get(phase, PhaseFactor()).error or SPREADS[phase]["plain"]
         factors[phase] = float(np.exp(rng.normal(0.0, error)))
         exponents[phase] = float(rng.normal(0.0, SCALING_DEVIATION))
     return Scenario(factors, exponents)

@@ -73,21 +73,23 @@ def changes_tried(request: PlanRequest, plan: Plan, limits: Limits = QUICK_LIMIT
 
 
 def _staler(request: PlanRequest, plan: Plan, limits: Limits) -> Iterator[Tried]:
-    """Other staleness bounds, the smallest first. A plan of less staleness runs under a larger bound too: where a short
-    search finds a worse one, there is that."""
-    least = float("inf")
+    """Other staleness bounds, the smallest first. A plan of less staleness, synchronous included, runs under a larger
+    bound too: where a short search of the larger level finds a worse one, or none, there is that."""
+    least = float("inf")  # of the plans of smaller bounds
     for staleness in STALENESS_LEVELS:
         if staleness == request.workload.staleness:
-            least = min(least, plan.period_seconds) if staleness else least
+            least = min(least, plan.best_seconds)
             continue
         for tried in _tried(request, plan, (f"staleness {staleness}", at_staleness(request, staleness)), limits):
-            if staleness and tried.hint is not None and tried.hint.period_seconds is not None:
-                least = min(least, tried.hint.period_seconds)
-                gain = plan.period_seconds / least - 1
-                hint = Hint(tried.text, least, gain) if abs(gain) >= LEAST_GAIN else None
-                yield Tried(tried.text, hint)
-            else:
+            found = tried.hint.period_seconds if tried.hint is not None else None
+            if tried.hint is None and tried.conclusive:
+                found = plan.best_seconds  # within LEAST_GAIN
+            least = min(least, found or float("inf"))
+            if tried.hint is None or least == float("inf"):
                 yield tried
+                continue
+            gain = plan.best_seconds / least - 1
+            yield Tried(tried.text, Hint(tried.text, least, gain) if abs(gain) >= LEAST_GAIN else None)
 
 
 def _tried(request: PlanRequest, plan: Plan, variant: tuple[str, PlanRequest], limits: Limits) -> Iterator[Tried]:
@@ -109,7 +111,7 @@ def _tried(request: PlanRequest, plan: Plan, variant: tuple[str, PlanRequest], l
         if any(problem.rule == "search" for problem in error.problems):
             yield Tried(text, conclusive=False)
         return
-    gain = changed.workload.n_samples / best.period_seconds * plan.period_seconds / request.workload.n_samples - 1
+    gain = changed.workload.n_samples / best.period_seconds * plan.best_seconds / request.workload.n_samples - 1
     if other_kind and gain <= best.gap:
         yield Tried(text)  # nobody buys other devices to be as fast
     elif is_conclusive(gain, best.gap, limits.gap):
@@ -205,6 +207,6 @@ def synchronous(request: PlanRequest, plan: Plan, limits: Limits = QUICK_LIMITS)
     if request.workload.staleness == 0:
         return None
     best = search(at_staleness(request, 0), limits)
-    gain = plan.period_seconds / best.period_seconds - 1
+    gain = plan.best_seconds / best.period_seconds - 1
     word = "as good as" if gain >= -SYNCHRONOUS_LOSS else "slower than"
     return Hint(f"synchronous is {word} staleness {request.workload.staleness}", best.period_seconds, gain)

@@ -5,6 +5,7 @@ layouts that cut a model (tp, pp, cp, ep) are priced in the manner of Megatron-C
 CPUs a core has no overlap, and states are cut by the same rule.
 """
 
+from functools import lru_cache
 from typing import Literal
 
 from msgspec import Struct
@@ -14,7 +15,7 @@ from realgraph.planner.costs.memory.terms import distributes_states
 from realgraph.planner.plan.layout import Layout
 
 
-class Backend(Struct, frozen=True):
+class Backend(Struct, frozen=True, cache_hash=True):
     """An engine."""
 
     name: str
@@ -68,6 +69,7 @@ CORES = Backend(
 CORES_CUT = replace(CORES, distributed=True)
 
 
+@lru_cache(maxsize=1 << 14)
 def backend_of(layout: Layout, cpu: bool = False) -> Backend:
     """The engine that runs a layout where none is named."""
     if cpu:

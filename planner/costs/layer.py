@@ -35,6 +35,7 @@ BACKWARD_ATTENTION_RATIO = 2.5  # five products instead of two: scores are compu
 ALIGNED_ELEMENTS = (
     64  # elements of a side on which tensor cores read whole lines (NVIDIA, Matrix Multiplication Background)
 )
+HEAD_ELEMENTS = 8  # of 16 bits: a head's row of 16 bytes, which tensor cores load at once (the same guide, sec. 3)
 MISALIGNED_RATE = 0.62  # rate of products with a side that is no multiple of it (compare arXiv:2401.14489, sec. 6)
 
 
@@ -178,9 +179,14 @@ def expert_traffic(setting: Setting) -> Part:
 
 
 def attention(setting: Setting) -> Part:
-    """Scores and weighted sums; unfused attention also moves every score through memory."""
+    """Scores and weighted sums; unfused attention also moves every score through memory.
+
+    Kernels for heads of a size that is no multiple of 8 read and multiply as slowly as other misaligned products.
+    """
     model, costs = setting.model, setting.costs
     rate = setting.flops * costs.attention * costs.sustained
+    if model.head_dim % HEAD_ELEMENTS and not setting.cluster.is_cpu:
+        rate *= MISALIGNED_RATE
     position = 4 * model.attention_width() / setting.layout.tp / rate
     if setting.engine.attention == "fused":
         return Part(position=position)

@@ -135,12 +135,6 @@ def quantiles(tokens: Sequence[float], count: int = 256) -> tuple[int, ...]:
     return tuple(max(1, round(float(one))) for one in np.interp(places, np.arange(len(rising)), rising))
 
 
-@lru_cache(maxsize=256)
-def shorter(lengths: Lengths, by: float) -> Lengths:
-    """The same samples without their first `by` tokens; none becomes shorter than nothing."""
-    return lengths if by <= 0 else Lengths(lengths.shares, tuple(max(0.0, one - by) for one in lengths.tokens))
-
-
 @lru_cache(maxsize=1)
 def _shares() -> tuple[float, ...]:
     """Probabilities of the knots: equal steps, then halvings of the rest."""

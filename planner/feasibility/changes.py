@@ -6,6 +6,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.graphs.spec import Generate
+from realgraph.planner.costs.memory.margin import LEAST_QUANTILE, MemorySpec
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.options.calls import is_trained, sample_tokens
 from realgraph.planner.plan.layout import Recompute
@@ -16,6 +17,7 @@ MOST_NODES = 512
 NODE_FACTORS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # of the nodes, as offered
 LOCAL_DEVICES = 8  # that a node usually has room for
 WAYS: tuple[Recompute, ...] = ("none", "selective", "full")  # of keeping activations, the one that keeps most first
+QUANTILES = (0.9, 0.75, LEAST_QUANTILE)  # of memory peaks, as offered
 LEAST_NEW_TOKENS = 128  # shorter responses are no help
 
 
@@ -30,7 +32,7 @@ Series = tuple[Change, ...]  # the smallest change first; what fits under one fi
 
 
 def changes(request: PlanRequest) -> Iterator[Series]:
-    """Fewer tokens at once, recomputation, sharding, offload, narrower weights, shorter responses."""
+    """Fewer tokens at once, recomputation, sharding, offload, narrower weights, shorter responses, more risk."""
     yield from _fewer_tokens(request)
     yield _recomputation(request)
     yield from _pinned_passes(request)
@@ -38,6 +40,7 @@ def changes(request: PlanRequest) -> Iterator[Series]:
     yield _offload(request)
     yield _narrower(request)
     yield _shorter(request)
+    yield _riskier(request)
 
 
 def combined(request: PlanRequest) -> Series:
@@ -178,3 +181,16 @@ def _shorter(request: PlanRequest) -> Series:
         text = f"lower batch.max_new_tokens to {size} (now {now})"
         shorter.append(Change(text, replace(request, workload=workload)))
     return tuple(shorter)
+
+
+def _riskier(request: PlanRequest) -> Series:
+    """A bound that fewer peaks stay below."""
+    now = request.memory.quantile
+    return tuple(
+        Change(
+            f"lower memory.quantile to {quantile:g} (now {now:g}), at more risk of running out of memory",
+            replace(request, memory=MemorySpec(quantile)),
+        )
+        for quantile in QUANTILES
+        if quantile < now
+    )

@@ -13,10 +13,10 @@ from realgraph.planner.feasibility.changes import Change, Series, changes, combi
 from realgraph.planner.feasibility.conflicts import Constraint, constraints_of
 from realgraph.planner.options.choices import candidates
 from realgraph.planner.options.constraints import constraint_problems, named_meshes
-from realgraph.planner.options.holdings import allocation_of, group_for, held_copies, peak_of
+from realgraph.planner.options.holdings import allocation_of, group_for, held_copies, margin_of, peak_of
 from realgraph.planner.options.meshes import family
 from realgraph.planner.options.pricing import holding
-from realgraph.planner.options.tables import allowed, device_bytes, problem_of
+from realgraph.planner.options.tables import Known, allowed, device_bytes, problem_of
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.option import CallOption
 from realgraph.planner.plan.plan import Allocation
@@ -66,7 +66,8 @@ def infeasible(request: PlanRequest, limits: Limits) -> Infeasible:
             problems.append(_memory_problem(request, tight, texts))
         return Infeasible(problems, paths, texts)
     if tight is None or tight.needed <= tight.usable:
-        why = "" if spared is None else ": what must lie on the devices together is more than they hold"
+        within = f"more than they hold, with memory.quantile: {request.memory.quantile:g}"
+        why = "" if spared is None else f": what must lie on the devices together is {within}"
         text = f"no plan fits{why}"
         problem = Problem(Where(path="$.cluster"), text, "; or ".join(texts), "memory")
     else:
@@ -96,7 +97,7 @@ def _asker(limits: Limits) -> Fits:
     def fits(request: PlanRequest) -> bool | None:
         if constraint_problems(request):
             return False
-        problem = problem_of(request).problem
+        problem = problem_of(request, known=Known(memory_only=True)).problem
         if not all(task.tables for task in problem.tasks):
             return False
         outcome = solve(problem, quick)
@@ -175,10 +176,11 @@ class Tight(Struct, frozen=True):
     footprint: Footprint
     parts: tuple[tuple[str, int], ...]  # owners and bytes
     usable: int
+    bound: int  # below which the peak stays with the probability that is asked
 
     @property
     def needed(self) -> int:
-        return self.footprint.total
+        return self.bound
 
 
 def tightest(request: PlanRequest) -> Tight | None:
@@ -191,7 +193,8 @@ def tightest(request: PlanRequest) -> Tight | None:
         allocations[call] = allocation_of(candidate)
     peaks = {call: peak_of(request, allocations, call) for call in request.mesh_calls}
     usable = {call: device_bytes(request, group_for(request, allocations[call].layout)) for call in peaks}
-    worst = max(peaks, key=lambda call: peaks[call][1].total - usable[call])
+    bounds = {call: peaks[call][1].total + margin_of(request, allocations, call) for call in peaks}
+    worst = max(peaks, key=lambda call: bounds[call] - usable[call])
     device, footprint = peaks[worst]
     parts = [
         (f"the {'trained states' if held.trained else 'weights'} of {held.role!r} for {', '.join(held.calls)}", nbytes)
@@ -199,7 +202,7 @@ def tightest(request: PlanRequest) -> Tight | None:
         if device in held.layout.mesh.devices and (nbytes := held.footprint.total)
     ]
     own = footprint.total - sum(nbytes for _, nbytes in parts)
-    return Tight(worst, device, footprint, (*parts, (f"{worst!r} itself", own)), usable[worst])
+    return Tight(worst, device, footprint, (*parts, (f"{worst!r} itself", own)), usable[worst], bounds[worst])
 
 
 def _least(request: PlanRequest, call: str, beside: dict[str, Allocation]) -> CallOption | None:
@@ -216,7 +219,7 @@ def _least(request: PlanRequest, call: str, beside: dict[str, Allocation]) -> Ca
     def needed(candidate: CallOption) -> tuple[int, int, int]:
         held = holding(request, call, candidate, cluster)
         resident = 0 if candidate.layout in trained else held.resident.total
-        return (resident + held.active.total, held.resident.total, candidate.tokens)
+        return (resident + held.active.total + held.margin, held.resident.total, candidate.tokens)
 
     choices = [candidate for candidate in candidates(request, call, mesh, cluster) if candidate.residency != "in_place"]
     return min(choices, key=needed, default=None)
@@ -230,12 +233,23 @@ def shown_bytes(nbytes: int) -> str:
     return f"{nbytes / GB:,.1f} GB" if nbytes >= GB else f"{nbytes / 1e6:.1f} MB"
 
 
+def needed_text(request: PlanRequest, device: int, mean: int, bound: int) -> str:
+    """`78.1 GB on device 0 (95 % bound, memory.quantile: 0.95; 74.0 GB expected)`; without margin the bytes alone."""
+    needed = f"{shown_bytes(bound)} on device {device}"
+    if bound == mean:
+        return needed
+    quantile = request.memory.quantile
+    risk = f"{100 * quantile:g} % bound, memory.quantile: {quantile:g}"
+    return f"{needed} ({risk}; {shown_bytes(mean)} expected)"
+
+
 def _memory_problem(request: PlanRequest, tight: Tight, changes: Sequence[str]) -> Problem:
     held = tight.footprint
     largest, nbytes = max(tight.parts, key=lambda part: part[1])
     group = next(g for g in request.cluster.groups if device_bytes(request, g) == tight.usable)
+    needed = needed_text(request, tight.device, held.total, tight.bound)
     text = (
-        f"no plan fits: call {tight.call!r} needs {shown_bytes(held.total)} on device {tight.device}, "
+        f"no plan fits: call {tight.call!r} needs {needed}, "
         f"{shown_bytes(tight.usable)} of {shown_bytes(group.memory_bytes)} are usable; "
         f"largest by purpose: {held.worst.replace('_', ' ')} {shown_bytes(getattr(held, held.worst))}; "
         f"by owner: {largest} {shown_bytes(nbytes)}"

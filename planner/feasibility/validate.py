@@ -7,22 +7,31 @@ from msgspec.structs import replace
 
 from realgraph.graphs.errors import Problem, Where, suggest
 from realgraph.graphs.spec import Generate, Train
-from realgraph.planner.feasibility.diagnose import shown_bytes
+from realgraph.planner.feasibility.diagnose import needed_text, shown_bytes
 from realgraph.planner.inputs.model_spec import ModelSpec, shape_faults, shape_fix
-from realgraph.planner.options.calls import is_trained, sample_tokens
+from realgraph.planner.options.calls import is_trained, sample_tokens, sized
 from realgraph.planner.options.constraints import (
     FEATURES,
     ONE_SHARD,
     lacking_axis,
     lacking_dtype,
     lacking_offload,
+    lacking_spread,
     lacking_transport,
     not_offloaded,
     other_tokens,
     token_fields,
 )
 from realgraph.planner.options.couplings import ties_of
-from realgraph.planner.options.holdings import candidate_of, chunks_of, group_for, offloading, peak_of, with_stages
+from realgraph.planner.options.holdings import (
+    candidate_of,
+    chunks_of,
+    group_for,
+    margin_of,
+    offloading,
+    peak_of,
+    with_stages,
+)
 from realgraph.planner.options.meshes import mesh_fault
 from realgraph.planner.options.passes import plan_problems
 from realgraph.planner.options.tables import device_bytes, node_bytes
@@ -47,7 +56,7 @@ def validate(plan: Plan, request: PlanRequest, file: str = "") -> tuple[Problem,
     problems += _staleness(plan, request, file)
     request = kept_by(request, plan)
     if not problems:
-        problems += _layouts(plan, request, file)
+        problems += [*_layouts(plan, request, file), *_apart(plan, request, file)]
         if not problems:
             plan = replace(plan, allocations=with_stages(request, plan.allocations))
         problems += _orders(plan, request, file)
@@ -143,7 +152,7 @@ def _engine_problems(plan: Plan, request: PlanRequest, name: str, file: str) -> 
     if generates and allocation.layout.sharding != "replicated":
         text = "generation needs whole weights on a device"
         yield Problem(_at(file, f"{place}.layout.sharding"), text, "set it to replicated", "plan_engine")
-    yield from _tokens(request, allocation, generates, _at(file, place))
+    yield from _tokens(sized(request, name), allocation, generates, _at(file, place))
     yield from _residency(request, name, allocation, _at(file, f"{place}.residency"))
     layout = allocation.layout
     if not generates and layout.sharding == "fsdp" and layout.dp * layout.cp == 1 < layout.mesh.n_devices:
@@ -194,8 +203,12 @@ def _lacking(plan: Plan, request: PlanRequest, name: str, file: str) -> Iterator
         if text := lacking_axis(support, axis, getattr(allocation.layout, axis), generates=generates):
             hint = f"set {axis} to 1, and dp to what is left of the devices"
             yield Problem(_at(file, f"{place}.layout.{axis}"), text, hint, "plan_engine")
-    if text := lacking_transport(support, plan.reallocation_transport.get(name, "in_place")):
-        hint = f"set it to {' or '.join(support.transports)}"
+    tp, ep = allocation.layout.tp, allocation.layout.ep
+    if text := lacking_spread(support, tp, ep, generates=generates):
+        yield Problem(_at(file, f"{place}.layout.ep"), text, "set it to 1, or to a divisor of tp", "plan_engine")
+    call = request.graph.calls[name]
+    if text := lacking_transport(support, call, plan.reallocation_transport.get(name, "in_place")):
+        hint = f"set it to {' or '.join(support.transports_to(call))}"
         yield Problem(_at(file, f"$.reallocation_transport.{name}"), text, hint, "plan_engine")
 
 
@@ -215,6 +228,17 @@ def _places(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
                 text = f"{why} {request.graph.role(name)!r} in another {what} than {first!r}"
                 where = _at(file, f"$.allocations.{name}.layout")
                 yield Problem(where, text, f"give both the same {what}", "plan_train")
+
+
+def _apart(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
+    """Calls beside generate calls whose engine shares its devices with none."""
+    generates = [n for n in request.mesh_calls if isinstance(request.graph.calls[n], Generate)]
+    for name in generates if request.engine.own_devices else ():
+        mesh = plan.allocations[name].layout.mesh
+        for other in request.mesh_calls:
+            if other != name and plan.allocations[other].layout.mesh.overlaps(mesh):
+                text = f"{other!r} has devices of {name!r}, and {request.engine.name} share none"
+                yield Problem(_at(file, f"$.allocations.{name}.layout.mesh"), text, "place them apart", "plan_mesh")
 
 
 def _orders(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
@@ -277,16 +301,16 @@ def _prefetches(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem
 def _memory(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
     for name, allocation in plan.allocations.items():
         device, held = peak_of(request, plan.allocations, name)
+        bound = held.total + margin_of(request, plan.allocations, name)
         usable = device_bytes(request, group_for(request, allocation.layout))
-        if held.total > usable:
+        if bound > usable:
             part = f"{held.worst.replace('_', ' ')} {shown_bytes(getattr(held, held.worst))}"
-            text = (
-                f"needs {shown_bytes(held.total)} on device {device}, {shown_bytes(usable)} are usable; "
-                f"most of it: {part}"
-            )
+            needed = needed_text(request, device, held.total, bound)
+            text = f"needs {needed}, {shown_bytes(usable)} are usable; most of it: {part}"
             generates = isinstance(request.graph.calls[name], Generate)
             less = "" if generates else ", sharding fsdp"
-            hint = f"fewer {token_fields(generates)[0]}{less}, or a larger mesh"
+            risk = ", or a lower memory.quantile" if held.total <= usable else ""
+            hint = f"fewer {token_fields(generates)[0]}{less}, or a larger mesh{risk}"
             yield Problem(_at(file, f"$.allocations.{name}"), text, hint, "plan_memory")
 
 

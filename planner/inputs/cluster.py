@@ -35,7 +35,7 @@ class ClusterSpec(Struct, frozen=True, forbid_unknown_fields=True):
     more: tuple[NodesSpec, ...] = ()  # nodes of other kinds: a mixed cluster
 
 
-class Cluster(Struct, frozen=True):
+class Cluster(Struct, frozen=True, cache_hash=True):
     """A resolved cluster: every number known. Rates are per device and second, memory in bytes.
 
     The numbers are of the first group of nodes, of one kind.

@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 
-class Workload(Struct, frozen=True):
+class Workload(Struct, frozen=True, cache_hash=True):
     """A step's size. Lengths are tokens a sample; the means are guesses until a run has measured them.
 
     prompt_tokens and max_new_tokens are the longest: memory follows them, seconds follow the means.

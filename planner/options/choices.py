@@ -22,6 +22,7 @@ from realgraph.planner.options.calls import (
     phase_of,
     sample_tokens,
     sequences_in_flight,
+    sized,
     stays_on_devices,
     tokens_in_flight,
 )
@@ -124,7 +125,7 @@ def _layouts(request: PlanRequest, call: str, mesh: DeviceMesh, cluster: Cluster
         if (mesh.n_devices > 1 or asked) and not isinstance(request.graph.calls[call], Generate):
             yield Layout(mesh, dp=mesh.n_devices, sharding="fsdp")
         return
-    most = request.workload.n_samples
+    most = sized(request, call).workload.n_samples
     for tp in _tensor_ranks(request, call, mesh, cluster):
         for pp in _stages(request, call, mesh.n_devices // tp, cluster):
             for cp in _context_ranks(request, call, mesh.n_devices // tp // pp, cluster):
@@ -182,13 +183,13 @@ def _context_ranks(request: PlanRequest, call: str, devices: int, cluster: Clust
         return [pinned] if devices % pinned == 0 else []
     if cluster.is_cpu:
         return [cp for cp in _asked(request, call, "cp") if devices % cp == 0]
-    longest = sample_tokens(request)
+    longest = sample_tokens(sized(request, call))
     return [cp for cp in (1, 2, 4, 8) if devices % cp == 0 and (cp == 1 or longest // cp >= CONTEXT_TOKENS)]
 
 
 def _with_experts(request: PlanRequest, call: str, layout: Layout) -> Iterator[Layout]:
     """The layout and its expert-parallel kin, each whole and sharded; the search spreads experts over data-parallel
-    ranks, and over all devices of a stage where that is pinned."""
+    ranks, and over all devices of a stage, or of a server, where that is pinned."""
     model, pinned = request.model(call), request.pins.get(call, Pin()).ep
     sizes: Sequence[int] = EXPERT_RANKS if "ep" in _axes(request, call) else (1,)
     if pinned:
@@ -196,9 +197,13 @@ def _with_experts(request: PlanRequest, call: str, layout: Layout) -> Iterator[L
     elif request.cluster.is_cpu and "ep" in _axes(request, call):  # as of tp: no formula knows what it takes there
         sizes = (1,) if isinstance(request.graph.calls[call], Generate) else _asked(request, call, "ep")
     generates = isinstance(request.graph.calls[call], Generate)
+    served = generates and request.engine.experts_in_replica
+    if served and not pinned:
+        sizes = (1,)  # tp cuts experts already: no formula tells them apart
     asked = layout.mesh.n_devices == 1 and request.pins.get(call, Pin()).sharding == "fsdp"  # one rank has all shards
     for ep in sizes:
-        wide = layout.dp * layout.cp * layout.tp if pinned or request.cluster.is_cpu else layout.dp
+        stage = layout.dp * layout.cp * layout.tp if pinned or request.cluster.is_cpu else layout.dp
+        wide = layout.tp if served else stage
         if wide % ep == 0 and not any(shape_faults(model, tp=1, pp=1, ep=ep)):
             spread = replace(layout, ep=ep)
             yield spread
@@ -214,16 +219,15 @@ def token_ladder(request: PlanRequest, call: str, layout: Layout, cluster: Clust
 
     A pin or `batch.max_tokens_per_microbatch` leaves one size; a sample that is longer is a micro-batch of its own.
     """
-    workload, pin = request.workload, request.pins.get(call, Pin())
+    own, pin = sized(request, call), request.pins.get(call, Pin())
+    workload = own.workload
     if isinstance(request.graph.calls[call], Generate):
         return (
-            (pin.kv_cache_tokens,)
-            if pin.kv_cache_tokens
-            else _cache_ladder(request, sequences_in_flight(request, layout.dp))
+            (pin.kv_cache_tokens,) if pin.kv_cache_tokens else _cache_ladder(own, sequences_in_flight(own, layout.dp))
         )
     share = math.ceil(workload.n_samples / layout.dp)
     fixed = pin.max_tokens_per_microbatch or workload.max_tokens_per_microbatch
-    longest = longest_part(request, layout)
+    longest = longest_part(request, call, layout)
     if fixed:
         return (fixed,)
     ladder = sorted({longest, *(size for size in _ladder(request, call, cluster) if size > longest)})

@@ -7,7 +7,7 @@ from realgraph.graphs.errors import Problem, Where, suggest
 from realgraph.graphs.spec import Generate, ModelCall, Train
 from realgraph.planner.costs.memory.terms import DType
 from realgraph.planner.inputs.model_spec import shape_faults, shape_fix
-from realgraph.planner.options.calls import is_trained, phase_of, sample_tokens, stays_on_devices
+from realgraph.planner.options.calls import is_trained, phase_of, sample_tokens, sized, stays_on_devices
 from realgraph.planner.options.couplings import train_calls
 from realgraph.planner.options.meshes import family, mesh_fault
 from realgraph.planner.options.passes import pin_problems
@@ -29,7 +29,7 @@ ONE_SHARD = "fsdp cuts states over data-parallel ranks"  # in words, of layouts 
 
 def constraint_problems(request: PlanRequest) -> tuple[Problem, ...]:
     """All of them, each at its path of the run file."""
-    return (*_dtypes(request), *_pins(request), *_constraints(request))
+    return (*_dtypes(request), *_pins(request), *_constraints(request), *_servers(request))
 
 
 def lacking_axis(support: EngineSupport, axis: Axis, size: int, *, generates: bool) -> str:
@@ -43,6 +43,15 @@ def lacking_axis(support: EngineSupport, axis: Axis, size: int, *, generates: bo
     return f"{axis} > 1 needs {FEATURES[axis]}; {support.name} {run} {axes_text(axes)} only"
 
 
+def lacking_spread(support: EngineSupport, tp: int, ep: int, *, generates: bool) -> str:
+    """Reason why engines can't spread a call's experts so over its ranks, '' where they can."""
+    if not (generates and support.experts_in_replica) or tp % ep == 0:
+        return ""
+    return (
+        f"{support.name} spread experts over the tensor-parallel ranks of one replica: ep {ep} does not divide tp {tp}"
+    )
+
+
 def lacking_offload(support: EngineSupport, call: ModelCall) -> str:
     """Reason why a call's weights can't wait in the host's memory, '' where they can."""
     phase = phase_of(call)
@@ -54,12 +63,23 @@ def lacking_dtype(support: EngineSupport, dtype: DType) -> str:
     return "" if dtype in support.dtypes else f"{support.name} don't compute in {dtype}"
 
 
-def lacking_transport(support: EngineSupport, transport: Transport) -> str:
-    """Reason why trained weights can't get to a copy that way, '' where they can."""
+def lacking_transport(support: EngineSupport, call: ModelCall, transport: Transport) -> str:
+    """Reason why trained weights can't get to a call's copy that way, '' where they can."""
     offloaded = transport == "host" and "train" in support.offload  # what waits there is read there
-    if transport == "in_place" or transport in support.transports or offloaded:
+    if transport == "in_place" or transport in support.transports_to(call) or offloaded:
         return ""
     return f"{support.name} don't bring weights by {transport!r}"
+
+
+def server_meshes(request: PlanRequest) -> dict[str, DeviceMesh]:
+    """generate call -> its pinned devices, where its engine shares devices with no other call."""
+    if not request.engine.own_devices:
+        return {}
+    return {
+        name: DeviceMesh(pin.first or 0, pin.devices)
+        for name, pin in request.pins.items()
+        if pin.devices is not None and isinstance(request.graph.calls.get(name), Generate)
+    }
 
 
 def named_meshes(request: PlanRequest) -> tuple[DeviceMesh, ...]:
@@ -112,7 +132,7 @@ def _pin(request: PlanRequest, name: str, pin: Pin, where: Where) -> Iterator[Pr
     yield from _sizes(request, name, pin, where)
     yield from _other_tokens(request, name, pin, where)
     if isinstance(request.graph.calls[name], Generate):
-        yield from _generate_pin(request, pin, where)
+        yield from _generate_pin(sized(request, name), pin, where)
     elif pin.sharding == "fsdp" and request.engine.axes:
         yield from _sharded(pin, where)
     if pin.residency == "offloaded" and not lacking_offload(request.engine, request.graph.calls[name]):
@@ -154,6 +174,10 @@ def _lacking(request: PlanRequest, call: ModelCall, pin: Pin, where: Where) -> I
         if text := lacking_axis(request.engine, axis, getattr(pin, axis) or 1, generates=generates):
             instead = "use dp" if generates else "use dp, and sharding: fsdp for models that don't fit"
             yield Problem(_field(where, axis), text, instead, "pin")
+    ep = pin.ep or 1
+    tp = pin.tp or (1 if request.cluster.is_cpu else ep)  # on GPUs the search finds one
+    if text := lacking_spread(request.engine, tp, ep, generates=generates):
+        yield Problem(_field(where, "ep"), text, f"set tp to {ep}, or to a multiple of it", "pin")
     if pin.residency == "offloaded" and (text := lacking_offload(request.engine, call)):
         yield Problem(_field(where, "residency"), text, "leave residency out", "pin")
 
@@ -244,6 +268,31 @@ def _train_places(request: PlanRequest) -> Iterator[Problem]:
         if set(_named(pin)) != set(_named(place)) and set(_named(pin)) and set(_named(place)):
             text = f"{other!r} trains the same role on other devices"
             yield Problem(Where(path=f"$.allocation.{name}"), text, "pin both to the same devices", "pin")
+
+
+def _servers(request: PlanRequest) -> Iterator[Problem]:
+    """Engines with devices of their own, of which nobody says which they are, or which leave none to the others."""
+    others = [name for name in request.mesh_calls if not isinstance(request.graph.calls[name], Generate)]
+    if not request.engine.own_devices or not others:
+        return
+    meshes, total = server_meshes(request), request.cluster.n_devices
+    for name in request.mesh_calls:
+        if isinstance(request.graph.calls[name], Generate) and name not in meshes:
+            text = f"{request.engine.name} generate on devices that no other call has, and nothing says on which"
+            last = f"{{first: {max(1, total // 2)}, devices: {max(1, total - total // 2)}}}"
+            where = Where(path=f"$.allocation.{name}")
+            yield Problem(where, text, f"pin them, such as allocation: {{{name}: {last}}}", "constraint")
+    taken = {device for mesh in meshes.values() for device in mesh.devices}
+    if taken >= set(range(total)):
+        text = f"{request.engine.name} have all {total} devices, which leaves none to {', '.join(map(repr, others))}"
+        yield Problem(Where(path="$.allocation"), text, "leave devices to them", "constraint")
+    for name, pin in request.pins.items():
+        if name in others and any(device in taken for mesh in _named(pin) for device in mesh.devices):
+            text = f"{name!r} is pinned to devices that {request.engine.name} have"
+            yield Problem(Where(path=f"$.allocation.{name}"), text, "pin it to others", "constraint")
+    if request.constraints.colocated:
+        text = f"{request.engine.name} generate on devices that no other call has"
+        yield Problem(Where(path="$.constraints.colocated"), text, "leave colocated out", "constraint")
 
 
 # --- constraints ------------------------------------------------------------------------------------------------------

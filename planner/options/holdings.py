@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from realgraph.graphs.spec import Train
 from realgraph.planner.costs.memory.memory import Footprint
 from realgraph.planner.inputs.cluster import Cluster
-from realgraph.planner.options.calls import is_trained
+from realgraph.planner.options.calls import is_trained, stays_beside
 from realgraph.planner.options.couplings import train_calls
 from realgraph.planner.options.meshes import group_of
 from realgraph.planner.options.pricing import Holding, holding, states_of
@@ -116,7 +116,9 @@ def held_copies(request: PlanRequest, allocations: Allocations) -> tuple[Residen
         trained = isinstance(request.graph.calls[call], Train)
         own = holding(request, call, candidate, group_for(request, layout))
         key: tuple[object, ...] = (role, layout, candidate.residency, waits_apart(request.graph.calls[call], candidate))
-        if trained or candidate.residency == "in_place":
+        if stays_beside(request, call):
+            key = (role, "beside", call)
+        elif trained or candidate.residency == "in_place":
             key = (role, "trained")
         if key in copies:
             held = copies[key]
@@ -136,6 +138,11 @@ def _larger(held: ResidentCopy, own: Holding) -> Footprint:
 def active_of(request: PlanRequest, allocations: Allocations, call: str) -> Footprint:
     """Bytes that a running call adds on each device of its mesh."""
     return _held_by(request, allocations, call).active
+
+
+def margin_of(request: PlanRequest, allocations: Allocations, call: str) -> int:
+    """Bytes by which a peak may lie above the prediction while a call runs, at the quantile that the request asks."""
+    return _held_by(request, allocations, call).margin
 
 
 def prefetched_during(
@@ -171,6 +178,11 @@ def peak_of(request: PlanRequest, allocations: Allocations, call: str) -> tuple[
     }
     worst = max(held, key=lambda device: held[device].total)
     return worst, held[worst] + active_of(request, allocations, call)
+
+
+def bound_of(request: PlanRequest, allocations: Allocations, call: str) -> int:
+    """Bytes below which the peak of that device stays with the probability that the request asks."""
+    return peak_of(request, allocations, call)[1].total + margin_of(request, allocations, call)
 
 
 def resident_on(request: PlanRequest, allocations: Allocations, first: int, stop: int) -> int:

@@ -6,6 +6,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from realgraph.graphs.spec import Generate
 from realgraph.planner.costs.compute.move import (
     Copies,
     copies_of,
@@ -13,6 +14,7 @@ from realgraph.planner.costs.compute.move import (
     move_seconds,
     offload_seconds,
     reallocation_seconds,
+    received,
 )
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.options.pricing import PricedOption, factors_of
@@ -36,14 +38,18 @@ class Place(Struct, frozen=True, eq=False):
 def move_matrix(request: PlanRequest, target: str, source: Place, there: Place) -> Floats:
     """Seconds of [options of the source, options of the target]: 0 where nothing is to be moved."""
     copies = _copies(request, target, source), _copies(request, target, there)
-    return corrected(request, move_seconds(*copies, request.engine.transports), there)
+    return corrected(request, move_seconds(*copies, _transports(request, target)), there)
 
 
 def transport_of(request: PlanRequest, target: str, source: Place, there: Place) -> Transport:
     """The transport of the weights of the source's only option to the target's only one."""
     copies = _copies(request, target, source), _copies(request, target, there)
-    chosen = fastest_transports(*copies, request.engine.transports)[1]
+    chosen = fastest_transports(*copies, _transports(request, target))[1]
     return TRANSPORTS[int(chosen[0, 0])]
+
+
+def _transports(request: PlanRequest, target: str) -> tuple[Transport, ...]:
+    return request.engine.transports_to(request.graph.calls[target])
 
 
 def corrected(request: PlanRequest, seconds: Floats, place: Place) -> Floats:
@@ -66,8 +72,9 @@ def _copies(request: PlanRequest, call: str, place: Place) -> Copies:
     layouts = [replace(option.candidate.layout, mesh=place.mesh) for option in place.options]
     setting = Setting(request.model(call), request.role(call), layouts[0], cluster, factors_of(request, cluster))
     away = np.array([option.candidate.residency == "offloaded" for option in place.options])
-    serves = request.engine.serves(request.graph.calls[call])
-    return copies_of(setting, layouts, request.cluster.first_of(place.group), serves, away)
+    kind = request.graph.calls[call]
+    copies = copies_of(setting, layouts, request.cluster.first_of(place.group), request.engine.serves(kind), away)
+    return received(copies, setting.model, request.overheads(cluster)) if isinstance(kind, Generate) else copies
 
 
 def longest_moves(request: PlanRequest, call: str, place: Place) -> Floats:
@@ -79,9 +86,9 @@ def longest_moves(request: PlanRequest, call: str, place: Place) -> Floats:
     params = request.model(call).n_params(request.role(call).head)
     senders = max(1, int(STATE_BYTES * params / max(group.memory_bytes for group in request.cluster.groups)))
     seconds = reallocation_seconds(there, cluster.nodes > 1)
-    links = "device" in request.engine.transports
+    links = "device" in _transports(request, call)
     if "train" in request.engine.offload or not links:
-        seconds = seconds + there.device_bytes[there.cut] / there.host
+        seconds = seconds + there.taken[there.cut] / there.host
     if request.cluster.nodes > 1 or request.cluster.more:
         seconds = seconds + there.whole / senders / there.nic
     if not links:

@@ -5,6 +5,7 @@ the same turns; a second train call of the role would need its states elsewhere,
 """
 
 from collections.abc import Iterator
+from itertools import chain
 
 from msgspec.structs import replace
 
@@ -14,7 +15,7 @@ from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.model_spec import Head, ModelSpec
 from realgraph.planner.options.calls import microbatches_of
 from realgraph.planner.options.couplings import train_calls
-from realgraph.planner.plan.layout import DeviceMesh, Layout, Recompute, Schedule
+from realgraph.planner.plan.layout import DeviceMesh, Layout, Recompute, Schedule, Stages
 from realgraph.planner.plan.option import PASSES, PLAIN, CallOption
 from realgraph.planner.plan.stages import stage_totals, stages_of
 from realgraph.planner.request.pins import Pin
@@ -31,31 +32,51 @@ def passes_for(request: PlanRequest, call: str, plain: CallOption, cluster: Clus
     ways = support.recompute
     if request.role(call).gradient_checkpointing:
         ways = ("full",)
-    chunks = _chunks(request, call, plain, cluster) if "interleaved" in support.schedules else 0
+    counts = _chunk_counts(request, call, plain, cluster) if "interleaved" in support.schedules else ()
     for recompute in ways:
         yield replace(plain, recompute=recompute)
-        if chunks:
+        for chunks in counts:
             yield replace(plain, recompute=recompute, schedule="interleaved", chunks=chunks)
 
 
-def _chunks(request: PlanRequest, call: str, plain: CallOption, cluster: Cluster) -> int:
-    """Groups of layers of an interleaved stage: as many as there may be, since more take less memory and fill faster.
+def _chunk_counts(request: PlanRequest, call: str, plain: CallOption, cluster: Cluster) -> tuple[int, ...]:
+    """Groups of layers of an interleaved stage: as many as there may be, since more take less memory and fill faster;
+    and where some of these would be single layers, as many as leave none.
 
-    0 where a turn of micro-batches has more of them than there are samples, or stages have no two layers.
+    None where a turn of micro-batches has more of them than there are samples, or stages have no two layers.
     """
     layout, pin = plain.layout, request.pins.get(call, Pin())
     if cluster.is_cpu and pin.schedule is None and pin.chunks is None:
-        return 0  # no formula tells schedules apart there
-    pinned = pin.chunks
-    most = _least_layers(request.model(call), request.role(call).head, layout)
-    if layout.pp == 1 or most < 2 or shared_states(request, call):
-        return 0
+        return ()  # no formula tells schedules apart there
+    if layout.pp == 1:
+        return ()
+    least = least_layers(request.model(call), request.role(call).head, layout)
+    if least < 2 or shared_states(request, call):
+        return ()
     kind = request.graph.calls[call]
     steps = kind.minibatches if isinstance(kind, Train) else 1
     count = microbatches_of(request, call, replace(plain, schedule="interleaved"), cluster)
     if count * layout.dp * steps > request.workload.n_samples:
-        return 0
-    return next((chunks for chunks in ((pinned,) if pinned else CHUNK_COUNTS) if 1 < chunks <= most), 0)
+        return ()
+    if pin.chunks:
+        return (pin.chunks,) if 1 < pin.chunks <= least else ()
+    fitting = [chunks for chunks in CHUNK_COUNTS if chunks <= least]
+    plain_counts = counts_without_single_layers(request, call, layout)
+    return tuple(dict.fromkeys((*fitting[:1], *plain_counts[:1])))
+
+
+def counts_without_single_layers(request: PlanRequest, call: str, layout: Layout) -> tuple[int, ...]:
+    """CHUNK_COUNTS of stages of balanced layers under which no chunk is a single layer."""
+    model, head = request.model(call), request.role(call).head
+    free = replace(layout, stages=())
+    fitting = [chunks for chunks in CHUNK_COUNTS if chunks <= least_layers(model, head, free)]
+    return tuple(chunks for chunks in fitting if not has_single_layers(stages_of(model, head, free, chunks)))
+
+
+def has_single_layers(stages: Stages) -> bool:
+    """True where a chunk is a single layer: any but the last, whose place the head takes."""
+    layers: list[int] = [*chain.from_iterable(zip(*stages, strict=True))]
+    return min(layers[:-1]) < 2
 
 
 # --- what can't be ----------------------------------------------------------------------------------------------------
@@ -122,11 +143,11 @@ def schedule_fault(candidate: CallOption, model: ModelSpec, head: Head) -> str:
         return "an interleaved stage has two chunks or more"
     if candidate.chunks * stages > layers:
         return f"{candidate.chunks} chunks in each of {stages} stages are more than the {layers} layers"
-    least = _least_layers(model, head, candidate.layout)
+    least = least_layers(model, head, candidate.layout)
     return f"{candidate.chunks} chunks are more than the {least} layers of a stage" if candidate.chunks > least else ""
 
 
-def _least_layers(model: ModelSpec, head: Head, layout: Layout) -> int:
+def least_layers(model: ModelSpec, head: Head, layout: Layout) -> int:
     """Layers of the stage that has the fewest: it has no more chunks. The head takes the place of some."""
     return min(stage_totals(stages_of(model, head, layout)))
 

@@ -14,9 +14,11 @@ from msgspec.structs import replace
 from realgraph.graphs.spec import Generate, ModelRole, Train
 from realgraph.planner.costs.compute.move import offload_seconds
 from realgraph.planner.costs.generate.rollout import Stream, Variant, offered_variants, stream_of
-from realgraph.planner.costs.memory import memory
+from realgraph.planner.costs.memory import margin, memory
+from realgraph.planner.costs.memory.margin import margin_bytes
 from realgraph.planner.costs.memory.memory import Footprint, Running
 from realgraph.planner.costs.setting import Setting
+from realgraph.planner.costs.spread import regimes_of, spread_of
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.devices import EfficiencyFactors
 from realgraph.planner.inputs.model_spec import ModelSpec
@@ -25,21 +27,27 @@ from realgraph.planner.options.calls import (
     formula_seconds,
     generate_work,
     input_seconds,
+    is_trained,
     longest_part,
+    overhead_seconds,
     phase_of,
     running_sequences,
+    sample_tokens,
     setting_of,
+    sized,
+    stages_weights,
+    stays_beside,
+    streams,
 )
 from realgraph.planner.options.meshes import group_of
-from realgraph.planner.plan.layout import DeviceMesh, Layout
-from realgraph.planner.plan.option import SETTINGS, CallOption
-from realgraph.planner.request.cost_table import CostTable, MeasuredCall, Phase, PhaseFactor
+from realgraph.planner.plan.layout import DeviceMesh, Layout, Recompute, Schedule
+from realgraph.planner.plan.option import SETTINGS, CallOption, Residency
+from realgraph.planner.request.cost_table import CostTable, MeasuredCall, PhaseFactor
 from realgraph.planner.request.request import PlanRequest, call_hashes
 
 ONE_DEVICE = DeviceMesh(0, 1)
 MEASURED_SETTINGS = ("devices", *(name for name in MeasuredCall.__struct_fields__ if name in SETTINGS))  # what was run
 ELSEWHERE_BYTES = 1 << 50  # bytes that no device has: what reads the trained copy in place fits nowhere else
-DEFAULT_ERROR: dict[Phase, float] = {"train": 0.12, "inference": 0.25, "generate": 0.15, "reallocate": 0.5}
 
 
 class Holding(Struct, frozen=True):
@@ -50,6 +58,7 @@ class Holding(Struct, frozen=True):
     # the part of `active` that is there anyway where the call's role is trained on the same mesh under an equal layout
     shared: int = 0
     host: int = 0  # of the node's memory, all the time
+    margin: int = 0  # by which a peak may lie above all this while it runs
 
 
 class PricedOption(Struct, frozen=True):
@@ -63,6 +72,7 @@ class PricedOption(Struct, frozen=True):
     running: int = 0  # sequences that decode at once on a replica, of a generate call
     error: float = 0.0  # relative standard error of `seconds`
     whole: int = 0  # of a stream, how many periods are part of `latency`
+    beside: str = ""  # a later generate call of a frozen role: it shares its weights with no other call
 
 
 class Timing(Struct, frozen=True):
@@ -78,6 +88,9 @@ class Timing(Struct, frozen=True):
     caches: Literal["", "kept", "given up", "training"] = ""
 
 
+Run = tuple[Layout, int, tuple[Recompute, Schedule, int]]  # what is computed, wherever the weights wait
+
+
 class Timed(Struct, frozen=True):
     """The common part of several candidates of one call on one mesh: seconds and bytes of a run, bytes of a copy, and
     seconds for the inputs of so many data-parallel ranks."""
@@ -85,9 +98,10 @@ class Timed(Struct, frozen=True):
     least: float = 0.0  # no plan has a shorter period, as far as is known
     careful: bool = False  # rows of streams tell what becomes of their caches where other calls share the mesh
     room: int | None = None  # bytes of an empty device, None: those of the cluster's kind
-    timings: dict[CallOption, tuple[Timing, ...]] = {}
-    running: dict[CallOption, Footprint] = {}
-    copies: dict[Layout, Footprint] = {}
+    memory_only: bool = False  # every run takes a second: whether it fits is all that is asked
+    timings: dict[Run, tuple[Timing, ...]] = {}
+    running: dict[Run, tuple[int, int]] = {}  # bytes that it adds, and the margin
+    waiting: dict[tuple[Layout, Residency], tuple[int, int, int, int]] = {}  # resident, active, shared and host bytes
     inputs: dict[int, float] = {}
 
 
@@ -99,40 +113,51 @@ def options_of(
     timed: of one call on one mesh, what several candidates share.
     """
     known = Timed() if timed is None else timed
-    key = replace(candidate, residency="resident")  # what is computed is the same, wherever the weights wait
+    layout, residency = candidate.layout, candidate.residency
+    key: Run = (layout, candidate.tokens, candidate.passes)
     if key not in known.running:
-        known.running[key] = _running(request, call, candidate)
-    if candidate.layout not in known.copies:
-        known.copies[candidate.layout] = copy_of(request, call, candidate.layout, cluster)
-    copy, added = known.copies[candidate.layout], known.running[key]
+        running, margin = _running_bound(request, call, candidate, cluster)
+        known.running[key] = running.total, margin
+    if (layout, residency) not in known.waiting:
+        held = _waiting((request, call), (layout, residency), cluster)
+        known.waiting[layout, residency] = held.resident.total, held.active.total, held.shared, held.host
+    (added, margin), (resident, active, shared, host) = known.running[key], known.waiting[layout, residency]
+    beside, in_place = stays_beside(request, call), residency == "in_place"
+    resident, active = (resident + added, active + margin) if beside else (resident, active + added + margin)
     room = memory.usable_bytes(cluster) if known.room is None else known.room
-    in_place = candidate.residency == "in_place"
-    if added.total + (0 if in_place else copy.total) > room:
+    if resident + active > room:
         return
-    held = _holding((request, call), candidate, copy, added)
-    resident, active = held.resident.total, held.active.total
     if in_place:
         active, shared = active + ELSEWHERE_BYTES, ELSEWHERE_BYTES
-    else:
-        shared = held.shared
-    if key not in known.timings:
-        known.timings[key] = formula_timings(request, call, candidate, cluster, known.careful)
-    ranks = candidate.layout.dp
-    if ranks not in known.inputs:
-        known.inputs[ranks] = input_seconds(request, call, candidate.layout, cluster)
-    more = known.inputs[ranks] + offloading_seconds(request, call, candidate, cluster)
-    for base in known.timings[key]:
-        timing = corrected(request, call, candidate, base, more)
+    for base, timing in _timings(request, call, candidate, cluster, known):
         yield PricedOption(
             candidate=candidate,
             seconds=timing.seconds,
             latency=timing.latency + timing.whole * max(0.0, known.least - timing.seconds),
             nbytes=_with_caches((resident, active, shared), base, in_place),
-            host=held.host,
+            host=host,
             running=timing.running,
             error=timing.error,
             whole=timing.whole,
+            beside=call if beside and not is_trained(request, request.graph.role(call)) else "",
         )
+
+
+def _timings(
+    request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster, known: Timed
+) -> Iterator[tuple[Timing, Timing]]:
+    """Seconds of each row by the formulas, and the same with all that stands beside the run itself."""
+    if known.memory_only:
+        yield Timing(1.0, 1.0), Timing(1.0, 1.0)
+        return
+    key, ranks = (candidate.layout, candidate.tokens, candidate.passes), candidate.layout.dp
+    if key not in known.timings:
+        known.timings[key] = formula_timings(request, call, candidate, cluster, known.careful)
+    if ranks not in known.inputs:
+        known.inputs[ranks] = input_seconds(request, call, candidate.layout, cluster)
+    more = known.inputs[ranks] + _beside_seconds(request, call, candidate, cluster)
+    for base in known.timings[key]:
+        yield base, corrected(request, call, candidate, base, more)
 
 
 def _with_caches(nbytes: tuple[int, int, int], timing: Timing, in_place: bool) -> tuple[int, int, int]:
@@ -157,30 +182,48 @@ def _with_caches(nbytes: tuple[int, int, int], timing: Timing, in_place: bool) -
 
 def holding(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> Holding:
     """Memory that a call holds on its devices. Where a copy is dropped after use, its weights count while the call
-    runs."""
-    copy = copy_of(request, call, candidate.layout, cluster)
-    return _holding((request, call), candidate, copy, _running(request, call, candidate))
+    runs; the caches of a later generate call count all the time, as the others generate beside it."""
+    held = _waiting((request, call), (candidate.layout, candidate.residency), cluster)
+    added, margin = _running_bound(request, call, candidate, cluster)
+    if stays_beside(request, call):
+        return replace(held, resident=held.resident + added, margin=margin)
+    return replace(held, active=held.active + added, margin=margin)
 
 
 def copy_of(request: PlanRequest, call: str, layout: Layout, cluster: Cluster) -> Footprint:
-    """Bytes of a call's own copy of its role's weights, and of optimizer states where it trains."""
+    """Bytes of a call's own copy of its role's weights, and of optimizer states where it trains; twice those of weights
+    that are replaced while they are in use."""
     kind, model, role = request.graph.calls[call], request.model(call), request.role(call)
     if isinstance(kind, Train):
         return _trained(model, role, layout, cluster.is_cpu)
-    return _frozen(model, role, layout, request.engine.serves(kind))
+    copy = _frozen(model, role, layout, request.engine.serves(kind))
+    return copy + Footprint(weights=copy.weights) if stages_weights(request, call, cluster) else copy
 
 
-def _holding(asked: tuple[PlanRequest, str], candidate: CallOption, copy: Footprint, active: Footprint) -> Holding:
-    """The same where its own copy's bytes and what a running call adds are known. Gradients are there while a call
-    trains: their memory is given back after its last optimizer step."""
-    active, copy = active + Footprint(gradients=copy.gradients), replace(copy, gradients=0)
-    if candidate.residency == "in_place":
+def _waiting(asked: tuple[PlanRequest, str], kept: tuple[Layout, Residency], cluster: Cluster) -> Holding:
+    """The same without what its run adds. Gradients are there while a call trains: their memory is given back after its
+    last optimizer step. The buffers of a layout's groups count while the call runs."""
+    layout, residency = kept
+    copy = copy_of(*asked, layout, cluster)
+    active, copy = Footprint(gradients=copy.gradients), replace(copy, gradients=0)
+    if not cluster.is_cpu:
+        active += memory.communicators(layout)
+    if stays_beside(*asked):
+        return Holding(active if residency == "in_place" else copy + active, Footprint())
+    if residency == "in_place":
         return Holding(Footprint(), active)
-    if candidate.residency == "offloaded":
+    if residency == "offloaded":
         return Holding(Footprint(), active + copy, host=copy.total)
-    if candidate.residency == "reallocated" and drops_copy(*asked):
+    if residency == "reallocated" and drops_copy(*asked):
         return Holding(Footprint(), active + copy, shared=copy.weights)
     return Holding(copy, active)
+
+
+def _running_bound(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> tuple[Footprint, int]:
+    """Memory that a running call adds, and the margin that its devices need besides."""
+    added = _running(request, call, candidate)
+    regimes = margin.regimes_of(request.model(call), candidate.layout, sample_tokens(sized(request, call)))
+    return added, margin_bytes(margin.spread_of(regimes, added, cpu=cluster.is_cpu), request.memory.quantile)
 
 
 def _running(request: PlanRequest, call: str, candidate: CallOption) -> Footprint:
@@ -189,8 +232,8 @@ def _running(request: PlanRequest, call: str, candidate: CallOption) -> Footprin
     # activations are the same on all meshes
     cut = Layout(ONE_DEVICE, tp=layout.tp, pp=layout.pp, ep=layout.ep, cp=layout.cp, stages=layout.stages)
     if isinstance(kind, Generate):
-        return memory.generation(model, role, cut, candidate.tokens)
-    tokens = max(candidate.tokens, longest_part(request, layout))
+        return memory.generation(model, role, cut, candidate.tokens, request.engine.cache_bytes)
+    tokens = max(candidate.tokens, longest_part(request, call, layout))
     if isinstance(kind, Train):
         rows = memory.train_activations(model, role, cut, tokens, running_of(candidate))
     else:
@@ -230,11 +273,12 @@ def formula_timings(
 ) -> tuple[Timing, ...]:
     """By the formulas alone; several where a generate call may have more or less in flight."""
     generates = isinstance(request.graph.calls[call], Generate)
-    if generates and request.workload.staleness > 0:
+    if streams(request, call):
         return tuple(_stream_timings(request, call, candidate, cluster, careful))
     setting = _setting(request, call, candidate, cluster)
     seconds = formula_seconds(request, call, setting, candidate)
-    running = running_sequences(request, candidate.layout, candidate.tokens) if generates else 0
+    own = sized(request, call)
+    running = running_sequences(own, candidate.layout, candidate.tokens) if generates else 0
     return (Timing(seconds, seconds, running),)
 
 
@@ -242,7 +286,7 @@ def _stream_timings(
     request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster, careful: bool
 ) -> Iterator[Timing]:
     """Timings of all that may be in flight; careful: for each of the things that may become of the caches."""
-    work = generate_work(request, candidate)
+    work = generate_work(request, call, candidate)
     setting = _setting(request, call, candidate, cluster)
     free = offered_variants(setting, work, request.workload.staleness)
     sorts: list[tuple[Literal["", "kept", "given up", "training"], tuple[Variant, ...]]] = [("", free)]
@@ -256,16 +300,21 @@ def _stream_timings(
 
 def candidate_stream(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> Stream:
     """The stream of a generate call."""
-    work = generate_work(request, candidate)
+    work = generate_work(request, call, candidate)
     return stream_of(_setting(request, call, candidate, cluster), work)
 
 
 def stream_timing(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster, variant: Variant) -> Timing:
     """Timing of one stream of a generate call, as `options_of` prices its rows."""
-    more = input_seconds(request, call, candidate.layout, cluster)
-    more += offloading_seconds(request, call, candidate, cluster)
+    more = input_seconds(request, call, candidate.layout, cluster) + _beside_seconds(request, call, candidate, cluster)
     formula = Timing(variant.seconds, variant.latency_seconds, variant.running, whole=variant.latency_periods)
     return corrected(request, call, candidate, formula, more)
+
+
+def _beside_seconds(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> float:
+    """Offloading, and the overheads of engines and controller."""
+    overheads = overhead_seconds(request, call, candidate.layout, cluster)
+    return overheads + offloading_seconds(request, call, candidate, cluster)
 
 
 def _setting(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> Setting:
@@ -298,7 +347,15 @@ def corrected(request: PlanRequest, call: str, candidate: CallOption, timing: Ti
     seconds = factor.factor * (timing.seconds + more) + factor.constant_seconds
     rest = timing.latency - timing.whole * timing.seconds
     latency = timing.whole * seconds + factor.factor * (rest + more) + factor.constant_seconds
-    return Timing(seconds, latency, timing.running, factor.error or DEFAULT_ERROR[phase], timing.whole)
+    error = factor.error or _formula_error(request, call, candidate)
+    return Timing(seconds, latency, timing.running, error, timing.whole)
+
+
+def _formula_error(request: PlanRequest, call: str, candidate: CallOption) -> float:
+    """Deviation of a prediction by the formulas alone."""
+    phase, profiled = phase_of(request.graph.calls[call]), request.costs.factors is not None
+    cpu = request.cluster.is_cpu
+    return spread_of(phase, regimes_of(phase, request.model(call), candidate.layout, cpu=cpu, profiled=profiled))
 
 
 def is_measured(request: PlanRequest, call: str, candidate: CallOption) -> bool:
@@ -308,17 +365,12 @@ def is_measured(request: PlanRequest, call: str, candidate: CallOption) -> bool:
 
 def _measured(request: PlanRequest, call: str, candidate: CallOption) -> tuple[float, float] | None:
     """The measured seconds and error of exactly this call, None where there are none."""
+    now = {**candidate.settings, "devices": candidate.layout.mesh.n_devices}
     for measured in _measured_there(request, candidate.layout).calls:
-        same = measured.call == call and _ran(measured, candidate)
-        if same and (measured.model, measured.workload) == call_hashes(request, call):
+        ran = measured.call == call and all(getattr(measured, name) == now[name] for name in MEASURED_SETTINGS)
+        if ran and (measured.model, measured.workload) == call_hashes(request, call):
             return measured.seconds, measured.error
     return None
-
-
-def _ran(measured: MeasuredCall, candidate: CallOption) -> bool:
-    """True where what was measured ran as the candidate says."""
-    now = {**candidate.settings, "devices": candidate.layout.mesh.n_devices}
-    return all(getattr(measured, name) == now[name] for name in MEASURED_SETTINGS)
 
 
 def offloading_seconds(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> float:

@@ -11,12 +11,12 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.graphs.spec import Generate, Train
+from realgraph.graphs.spec import Train
 from realgraph.planner.costs.memory.memory import usable_bytes
 from realgraph.planner.inputs.cluster import Cluster
-from realgraph.planner.options.calls import free_seconds, is_trained
+from realgraph.planner.options.calls import free_seconds, is_trained, stages_weights, streams
 from realgraph.planner.options.choices import candidates
-from realgraph.planner.options.constraints import named_meshes
+from realgraph.planner.options.constraints import named_meshes, server_meshes
 from realgraph.planner.options.couplings import free_floor, moves_of, precedences, readers, ties_of, train_calls
 from realgraph.planner.options.meshes import Family, family
 from realgraph.planner.options.moves import Moves, Place, longest_moves
@@ -47,8 +47,10 @@ class Known(Struct, frozen=True, eq=False):
     """The common part of all problems of one request, whatever the period and the staleness: priced once, filled as
     they are made."""
 
-    options: dict[Key, list[PricedOption]] = {}  # of calls that do not stream
+    # of calls that do not stream; apart those with room for new weights beside those in use
+    options: dict[tuple[Key, bool], list[PricedOption]] = {}
     streams: dict[tuple[Key, int, bool], Timed] = {}  # of those that do, by staleness and `careful`
+    memory_only: bool = False  # see Timed: tables for a question of memory alone
 
 
 def problem_of(
@@ -175,14 +177,15 @@ class _Tables:
         """Every row of what fits an empty device."""
         request, cluster, key = self._request, self._request.cluster.groups[group], (call, group, size)
         staleness = request.workload.staleness
-        streams = staleness > 0 and isinstance(request.graph.calls[call], Generate)
-        if not streams and key in self._known.options:
-            return self._known.options[key]
+        streaming = streams(request, call)
+        apart = key, stages_weights(request, call, cluster)
+        if not streaming and apart in self._known.options:
+            return self._known.options[apart]
         mesh, room = DeviceMesh(request.cluster.first_of(group), size), usable_bytes(cluster)
-        timed = Timed(room=room)
-        if streams:
+        timed = Timed(room=room, memory_only=self._known.memory_only)
+        if streaming:
             shared = self._known.streams.setdefault(
-                (key, staleness, self._careful), Timed(careful=self._careful, room=room)
+                (key, staleness, self._careful), replace(timed, careful=self._careful)
             )
             timed = replace(shared, least=self._least)
         priced = [
@@ -192,8 +195,8 @@ class _Tables:
             )
             for option in options_of(request, call, candidate, cluster, timed)
         ]
-        if not streams:
-            self._known.options[key] = priced
+        if not streaming:
+            self._known.options[apart] = priced
         return priced
 
     def _rows(self, call: str, group: int, options: Sequence[PricedOption]) -> TableRows:
@@ -251,7 +254,7 @@ class _Tables:
 
 def layout_key(option: PricedOption) -> tuple[object, ...]:
     """Equal for options that may share one copy of a role's weights on one mesh; offloaded copies are never shared."""
-    return (*option.candidate.layout.axes, option.candidate.residency == "offloaded")
+    return (*option.candidate.layout.axes, option.candidate.residency == "offloaded", option.beside)
 
 
 def allowed(mesh: DeviceMesh, call: str, request: PlanRequest) -> bool:
@@ -260,6 +263,8 @@ def allowed(mesh: DeviceMesh, call: str, request: PlanRequest) -> bool:
     if pin.devices is not None and mesh != DeviceMesh(pin.first or 0, pin.devices):
         return False
     if pin.first is not None and mesh.first != pin.first:
+        return False
+    if any(mesh.overlaps(taken) for name, taken in server_meshes(request).items() if name != call):
         return False
     for other in constraints.forbid.get(call, ()):
         placed = other.first == mesh.first and other == Pin(first=other.first, devices=other.devices)

@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.graphs.graph import Graph
-from realgraph.graphs.spec import Generate, Train
+from realgraph.graphs.spec import Function, Generate, Train
 from realgraph.planner.plan.plan import Plan, Turn, reallocation_node
 from realgraph.planner.plan.prefetch import turn_before
 from realgraph.planner.plan.residency import reallocations
@@ -105,7 +105,7 @@ def _prefetches(plan: Plan, seconds: Mapping[str, float]) -> Iterator[Dependency
 
 def stream_call(graph: Graph, plan: Plan) -> str:
     """The call that generates while weights are trained; empty where none does."""
-    return next((n for n in plan.allocations if plan.staleness > 0 and isinstance(graph.calls[n], Generate)), "")
+    return next((name for name in graph.generates if plan.staleness > 0 and name in plan.allocations), "")
 
 
 def liveness_graph(graph: Graph, plan: Plan) -> EventGraph:
@@ -133,16 +133,26 @@ def moved_calls(graph: Graph, plan: Plan) -> dict[str, str]:
 def graph_edges(graph: Graph, staleness: int) -> Iterator[tuple[str, str, int]]:
     """Data edges, and weight edges: generation is up to 1 + `staleness` steps behind training, the rest as compiled.
 
-    Train calls of one role follow each other, and the next step's first waits for this step's last.
+    Train calls of one role follow each other, and the next step's first waits for this step's last. What works on a
+    batch waits for all generate calls: a batch is made of groups with which all are done.
     """
     for edge in graph.edges:
         if edge.role and isinstance(graph.calls[edge.consumer], Generate):
             yield edge.producer, edge.consumer, 1 + staleness
         else:
             yield edge.producer, edge.consumer, edge.distance
+    yield from _batch_edges(graph)
     for trains in _trains(graph).values():
         yield from ((before, after, 0) for before, after in pairwise(trains))
         yield trains[-1], trains[0], 1
+
+
+def _batch_edges(graph: Graph) -> Iterator[tuple[str, str, int]]:
+    """From each of several generate calls to what works on a batch; one call alone is before these by its keys."""
+    batched = [n for n, call in graph.calls.items() if not isinstance(call, Generate | Function)]
+    batched += [n for n, call in graph.calls.items() if isinstance(call, Function) and call.over == "batch"]
+    if len(graph.generates) > 1:
+        yield from ((generate, name, 0) for generate in graph.generates for name in batched)
 
 
 def _trains(graph: Graph) -> dict[str, list[str]]:

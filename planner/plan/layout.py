@@ -15,7 +15,7 @@ Ranks = Annotated[int, Meta(ge=1, le=MOST_DEVICES)]
 Stages = tuple[tuple[Annotated[int, Meta(ge=0, le=1 << 31)], ...], ...]  # layers of each stage's chunks
 
 
-class DeviceMesh(Struct, frozen=True, order=True):
+class DeviceMesh(Struct, frozen=True, order=True, cache_hash=True):
     """`n_devices` consecutive devices from `first`: an aligned power of two inside a node, or whole nodes."""
 
     first: Annotated[int, Meta(ge=0, lt=MOST_DEVICES)]
@@ -30,7 +30,7 @@ class DeviceMesh(Struct, frozen=True, order=True):
         return self.first < other.first + other.n_devices and other.first < self.first + self.n_devices
 
 
-class Layout(Struct, frozen=True):
+class Layout(Struct, frozen=True, cache_hash=True):
     """A mesh x (dp, tp, pp, ep, cp): dp x tp x pp x cp devices, tp innermost, then cp, dp, pp outermost (`axes.py`).
 
     ep spreads routed experts over neighbours of one stage. `fsdp` shards the states over the dp x cp copies.

@@ -32,13 +32,14 @@ class Allocation(CallOption, frozen=True):
     residency: Literal["resident", "offloaded", "reallocated"] = "resident"
     seconds: Seconds = 0.0
     peak_bytes: Count = 0
+    bound_bytes: Count = 0  # below which the peak stays with the probability `memory.quantile` of the run file
     worst_term: str = ""  # of peak_bytes: weights, gradients, optimizer, activations, logits, kv_cache
     latency_seconds: Seconds = 0.0
     microbatches: Count = 0
     running: Count = 0  # sequences that decode at once on a data-parallel rank, of a generate call
     ahead: Count = 0  # of a stream of generation: batches that it has begun before the one that a session completes
     host_bytes: Count = 0  # per device, of what is offloaded
-    error: Annotated[float, Meta(ge=0)] = 0.0  # relative standard error of `seconds`, from calibration
+    error: Annotated[float, Meta(ge=0)] = 0.0  # standard deviation of ln(measured / predicted) of `seconds`
     input_seconds: Seconds = 0.0
     prefetch_during: str = ""
     prefetch_seconds: Seconds = 0.0
@@ -84,6 +85,16 @@ class Plan(Struct, frozen=True):
     reallocation_transport: dict[str, Transport] = {}  # call that reads trained weights -> how they get there
     stopped: str = ""  # why the search ended: proven, time limit, interrupted, exhausted
     search_seconds: Seconds = 0.0
+    # between which 80 % of such periods are measured (`costs/spread.py`); (0, 0) where nothing is known of that
+    period_bar_seconds: tuple[Seconds, Seconds] = (0.0, 0.0)
+    # a plan that was made simpler (`search/simpler.py`): the period of the best one found, and what was left out of it
+    exact_seconds: Seconds = 0.0
+    simplified: tuple[str, ...] = ()
+
+    @property
+    def best_seconds(self) -> float:
+        """Predicted period of the best plan that was found; the plan itself may be simpler, and take longer."""
+        return self.exact_seconds or self.period_seconds
 
     @property
     def gap(self) -> float:

@@ -31,5 +31,6 @@ def call_before(graph: Graph, plan: Plan, call: str) -> str:
     if len(found) > 1 or before is None or not isinstance(graph.calls.get(before[0]), Inference | Train):
         return ""
     beside = {turn.call for order in set(orders) for turn in order}
-    streams = plan.staleness > 0 and any(isinstance(graph.calls.get(name), Generate) for name in beside)
+    alone = plan.staleness == 0 and len(graph.generates) < 2  # generation, in its turn
+    streams = not alone and any(isinstance(graph.calls.get(name), Generate) for name in beside)
     return "" if streams or graph.role(before[0]) == graph.role(call) else before[0]

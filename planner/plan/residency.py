@@ -33,8 +33,11 @@ def shares_trained_copy(call: ModelCall, own: CallOption, trained: CallOption) -
 
 
 def copies(graph: Graph, options: Options) -> tuple[Copy, ...]:
-    """All copies, in the order of the graph's calls. Calls that `options` does not know are left out."""
-    calls_by_copy: dict[tuple[str, Layout, bool, bool], list[str]] = {}
+    """All copies, in the order of the graph's calls. Calls that `options` does not know are left out.
+
+    A later generate call has a copy of its own, but where it reads the trained one in place: its engine opens it.
+    """
+    calls_by_copy: dict[tuple[str, Layout, bool, bool, str], list[str]] = {}
     trained = _trained(graph, options)
     for name, call in graph.calls.items():
         role = graph.role(name)
@@ -42,9 +45,10 @@ def copies(graph: Graph, options: Options) -> tuple[Copy, ...]:
             continue
         known = trained.get(role)
         in_place = isinstance(call, Train) or (known is not None and shares_trained_copy(call, options[name], known[1]))
-        key = (role, options[name].layout, in_place, waits_apart(call, options[name]))
+        beside = name if name in graph.generates[1:] and not in_place else ""
+        key = (role, options[name].layout, in_place, waits_apart(call, options[name]), beside)
         calls_by_copy.setdefault(key, []).append(name)
-    return tuple(Copy(role, layout, tuple(calls), kept) for (role, layout, kept, _), calls in calls_by_copy.items())
+    return tuple(Copy(role, layout, tuple(calls), kept) for (role, layout, kept, *_), calls in calls_by_copy.items())
 
 
 def waits_apart(call: ModelCall, option: CallOption) -> bool:
@@ -67,11 +71,13 @@ def dropped_copies(graph: Graph, options: Options, staleness: int) -> dict[str, 
     """call -> the calls that use its copy (itself among them), where the weights are given up after the call and
     brought again before the next: copies of trained weights on devices that run other calls, too.
 
-    staleness: of the plan. With any, generation goes on over many steps and keeps its copy.
+    staleness: of the plan. With any, generation goes on over many steps and keeps its copy; so it does where several
+    calls generate, side by side.
     """
+    beside = staleness > 0 or len(graph.generates) > 1
     found: dict[str, tuple[str, ...]] = {}
     for copy in copies(graph, options):
-        streams = staleness > 0 and any(isinstance(graph.calls[name], Generate) for name in copy.calls)
+        streams = beside and any(isinstance(graph.calls[name], Generate) for name in copy.calls)
         refreshed = not copy.trained and copy.role in _trained(graph, options)
         if refreshed and not streams and shares_devices(options, copy.calls):
             found |= dict.fromkeys(copy.calls, copy.calls)

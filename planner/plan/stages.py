@@ -20,6 +20,7 @@ EMBEDDING_LAYERS = 0.0  # seconds of the embedding in layers: it reads one row a
 EXPERT_SLOWDOWN = 2.0
 
 
+@lru_cache(maxsize=1 << 8)
 def head_layers(model: ModelSpec, head: Head) -> float:
     """The head's cost in layers: operations of its matrix over those of a mean layer's, for one token.
 

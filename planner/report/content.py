@@ -5,11 +5,9 @@ plans, what-if hints, a sweep) is handed in as `Findings`.
 """
 
 from collections.abc import Mapping
-from math import sqrt
 
 from msgspec import Struct
 
-from realgraph.graphs.graph import Graph
 from realgraph.planner.advise.sweep import Hint
 from realgraph.planner.plan.events import EventGraph
 from realgraph.planner.plan.plan import Allocation, Plan
@@ -118,8 +116,8 @@ class Report(Struct, frozen=True):
     timeline: Timeline
     memory: tuple[MemoryBar, ...]
     bottleneck: Bottleneck
-    error: float  # relative standard error of the period from those of its calls, 0 where none is known
     findings: Findings
+    quantile: float  # of memory peaks, that must fit
 
     @property
     def samples_per_second(self) -> float:
@@ -146,8 +144,8 @@ def report_of(
         timeline=shown,
         memory=memory_bars(request, plan),
         bottleneck=bottleneck,
-        error=error_of(request.graph, plan, bottleneck),
         findings=findings,
+        quantile=request.memory.quantile,
     )
 
 
@@ -181,18 +179,6 @@ def bottleneck_of(plan: Plan, events: EventGraph, shown: Timeline) -> Bottleneck
     call, longest = max(circuit, key=lambda node: node[1])
     sentence = _sentence((call, longest), plan.period_seconds * distance, (load, devices, len(busiest.devices)))
     return Bottleneck(sentence, call, circuit, distance, load, devices)
-
-
-def error_of(graph: Graph, plan: Plan, bottleneck: Bottleneck) -> float:
-    """Relative error of the seconds on the critical circuit: calls of one kind err together, kinds independently of
-    each other."""
-    off: dict[Kind, float] = {}
-    for name, seconds in bottleneck.circuit:
-        if name in plan.allocations:
-            kind = kind_of(graph, name)
-            off[kind] = off.get(kind, 0.0) + seconds * plan.allocations[name].error
-    total = sum(seconds for _, seconds in bottleneck.circuit)
-    return sqrt(sum(one**2 for one in off.values())) / total if total > 0 else 0.0
 
 
 def _sentence(node: tuple[str, float], total: float, busiest: tuple[float, str, int]) -> str:

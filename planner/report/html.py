@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from importlib.resources import files
-from string import Template
 
 from realgraph.planner.advise.sweep import Hint
 from realgraph.planner.report.content import CallRow, Comparison, Report
@@ -20,10 +18,10 @@ from realgraph.planner.report.format import (
     seconds_text,
     words,
 )
+from realgraph.planner.report.markup import PageContent, document, legend, section, table
 from realgraph.planner.report.svg import (
     MOST_LANES,
     bar_svg,
-    chip_svg,
     memory_svg,
     mesh_svg,
     pairs_svg,
@@ -32,6 +30,7 @@ from realgraph.planner.report.svg import (
     timeline_svg,
 )
 from realgraph.planner.report.text import (
+    bar_text,
     batches_text,
     bound_text,
     cheapest,
@@ -43,33 +42,20 @@ from realgraph.planner.report.text import (
     weights_text,
 )
 
-NUMBERS = (
-    "micro-batches",
-    "seconds",
-    "share",
-    "memory",
-    "slack",
-    "period",
-    "against this",
-    "samples/s",
-    "devices",
-    "device seconds",
-    "bound",
-    "efficiency",
-)
-WORDS = ("what it is", "")  # columns of sentences
 LARGEST_PARTS = 8  # parts of a memory bar that its legend names
 
 
 def page(report: Report) -> str:
     """The whole file."""
-    template = Template((files("realgraph.planner.report") / "page.html").read_text(encoding="utf-8"))
-    return template.substitute(
-        title=escape(report.title),
-        facts="".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in _facts(report)),
-        tiles="".join(_tile(value, label) for value, label in _tiles(report)),
-        sections="\n".join(_sections(report)),
-        footer="".join(f"<p>{line}</p>" for line in _footer(report)),
+    return document(
+        PageContent(
+            title=report.title,
+            what="plan",
+            facts=tuple(_facts(report)),
+            tiles=tuple(_tiles(report)),
+            sections=tuple(_sections(report)),
+            footer=tuple(_footer(report)),
+        )
     )
 
 
@@ -93,36 +79,32 @@ def _tiles(report: Report) -> Iterator[tuple[str, str]]:
         yield dollars_text(findings.price.per_run), f"a run of {findings.price.steps:,} steps"
 
 
-def _tile(value: str, label: str) -> str:
-    return f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
-
-
 def _sections(report: Report) -> Iterator[str]:
     findings = report.findings
     if report.bottleneck.circuit:
-        yield _section("What bounds the period", _bottleneck(report))
+        yield section("What bounds the period", _bottleneck(report))
     if any(lane.bars for lane in report.timeline.lanes):
         kinds = dict.fromkeys(bar.kind for lane in report.timeline.lanes for bar in lane.bars)
-        legend = _legend([*((kind, kind) for kind in kinds), ("ink", "edge below: on the critical circuit")])
+        known = legend([*((kind, kind) for kind in kinds), ("ink", "edge below: on the critical circuit")])
         picture = f'<div class="wide">{timeline_svg(report.timeline)}</div>'
-        yield _section("Timeline: two periods", picture + _more_lanes(report) + legend)
-    yield _section("Allocation", _allocation(report))
+        yield section("Timeline: two periods", picture + _more_lanes(report) + known)
+    yield section("Allocation", _allocation(report))
     if any(bar.parts for bar in report.memory):
-        yield _section("Memory at the worst moment", _memory(report))
+        yield section("Memory at the worst moment", _memory(report))
     if findings.comparisons:
-        yield _section("Beside it, at the same costs", _comparisons(report))
+        yield section("Beside it, at the same costs", _comparisons(report))
     if findings.hints:
         rows = [_hint(hint) for hint in sorted(findings.hints, key=lambda hint: -hint.gain)]
-        yield _section("What if", _table(("change", "period", "samples/s"), rows))
+        yield section("What if", table(("change", "period", "samples/s"), rows))
     if any(size.period_seconds for size in findings.sweep):
-        yield _section("Cluster sizes", _sizes(report))
+        yield section("Cluster sizes", _sizes(report))
     if findings.measured:
-        legend = _legend([("other", "predicted"), ("generate", "measured: median of the run's steps")])
-        yield _section("Predicted against measured", f'<div class="wide">{pairs_svg(findings.measured)}</div>{legend}')
+        known = legend([("other", "predicted"), ("generate", "measured: median of the run's steps")])
+        yield section("Predicted against measured", f'<div class="wide">{pairs_svg(findings.measured)}</div>{known}')
     remarks = [*findings.notes, *findings.doubts]
     if remarks:
         items = "".join(f"<li>{escape(remark)}</li>" for remark in remarks)
-        yield _section("Notes and doubts", f'<ul class="plain">{items}</ul>')
+        yield section("Notes and doubts", f'<ul class="plain">{items}</ul>')
 
 
 def _more_lanes(report: Report) -> str:
@@ -136,10 +118,6 @@ def _hint(hint: Hint) -> tuple[str, str, str]:
         return hint.text, "", ""
     change = _change(1 / (1 + hint.gain), change_text(1 + hint.gain))
     return hint.text, seconds_text(hint.period_seconds), change
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{body}</section>"
 
 
 def _bottleneck(report: Report) -> str:
@@ -157,9 +135,9 @@ def _allocation(report: Report) -> str:
     axes = axes_used(row.allocation.layout for row in report.rows)
     heads = ("call", "on the cluster", "on devices", "/".join(axes), "weights", "micro-batches")
     rows = [_allocation_row(row, report, axes) for row in report.rows]
-    table = _table((*heads, "seconds", "share", "slack", "memory", "most of it"), rows)
-    legend = "; ".join((*table_legend(report), "slack: what a call may take longer before the period grows"))
-    return table + "".join(f'<p class="note">{escape(line)}.</p>' for line in (*_moves(report), legend))
+    calls = table((*heads, "seconds", "share", "slack", "memory", "most of it"), rows)
+    known = "; ".join((*table_legend(report), "slack: what a call may take longer before the period grows"))
+    return calls + "".join(f'<p class="note">{escape(line)}.</p>' for line in (*_moves(report), known))
 
 
 def _moves(report: Report) -> Iterator[str]:
@@ -199,9 +177,12 @@ def _memory(report: Report) -> str:
         parts = [(colours[part.kind, part.label], f"{part.label} {bytes_text(part.nbytes)}") for part in largest]
         while_text = f", while {bar.call} runs" if bar.call else ""
         where = f"device{'s' * (len(bar.devices) > 1)} {devices_text(bar.devices)}"
-        head = f"{where}{while_text}: {bytes_text(bar.total_bytes)}"
-        legends.append(_legend(parts, f"<b>{escape(head)}</b>"))
-    note = "Cool colours lie there all the time, warm ones while the call runs; the line is what a plan may fill."
+        head = f"{where}{while_text}: {bar_text(bar)}"
+        legends.append(legend(parts, f"<b>{escape(head)}</b>"))
+    note = (
+        "Cool colours lie there all the time, warm ones while the call runs; grey is the margin, by which the peak may "
+        f"lie above the prediction (memory.quantile: {report.quantile:g}); the line is what a plan may fill."
+    )
     return f'<div class="wide">{memory_svg(bars)}</div>{"".join(legends)}<p class="note">{note}</p>'
 
 
@@ -211,7 +192,7 @@ def _comparisons(report: Report) -> str:
     longest = max([own, *(other.period_seconds or 0.0 for other in others)])
     rows = [("\0<b>this plan</b>", f"\0{bar_svg(own / longest, 'generate')}", seconds_text(own), "", "")]
     rows += [_other(other, own, longest) for other in others]
-    return _table(("plan", "", "period", "against this", "what it is"), rows)
+    return table(("plan", "", "period", "against this", "what it is"), rows)
 
 
 def _other(other: Comparison, own: float, longest: float) -> tuple[str, str, str, str, str]:
@@ -243,29 +224,8 @@ def _sizes(report: Report) -> str:
             numbers = ("no plan", "", "", "")
         rows.append((f"{size.devices:,}", *numbers, mark))
     curve = f'<div class="wide">{scaling_svg(findings.sweep, findings.target_seconds)}</div>'
-    legend = _legend([("generate", "period"), ("other", "dotted: lower bound")])
-    return curve + legend + _table(("devices", "period", "bound", "device seconds", "efficiency", ""), rows)
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Cells are text; one that begins with NUL is HTML already."""
-    kinds = [' class="n"' if head in NUMBERS else ' class="w"' if head in WORDS else "" for head in heads]
-    head = "".join(f"<th{kind}>{escape(text)}</th>" for text, kind in zip(heads, kinds, strict=True))
-    body = "".join(
-        "<tr>" + "".join(f"<td{kind}>{_cell(cell)}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
-        for row in rows
-    )
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _cell(cell: str) -> str:
-    return cell[1:] if cell.startswith("\0") else escape(cell)
-
-
-def _legend(entries: Sequence[tuple[str, str]], head: str = "") -> str:
-    first = f"<li>{head}</li>" if head else ""
-    items = "".join(f"<li>{chip_svg(kind)}{escape(text)}</li>" for kind, text in entries)
-    return f'<ul class="legend">{first}{items}</ul>'
+    known = legend([("generate", "period"), ("other", "dotted: lower bound")])
+    return curve + known + table(("devices", "period", "bound", "device seconds", "efficiency", ""), rows)
 
 
 def _footer(report: Report) -> Iterator[str]:

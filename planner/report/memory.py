@@ -6,7 +6,14 @@ from typing import Literal
 from msgspec import Struct
 
 from realgraph.planner.costs.memory.memory import TERMS, Footprint
-from realgraph.planner.options.holdings import ResidentCopy, active_of, group_for, held_copies, prefetched_during
+from realgraph.planner.options.holdings import (
+    ResidentCopy,
+    active_of,
+    group_for,
+    held_copies,
+    margin_of,
+    prefetched_during,
+)
 from realgraph.planner.options.tables import device_bytes
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.plan.plan import Plan
@@ -15,11 +22,12 @@ from realgraph.planner.request.request import PlanRequest
 
 
 class MemoryPart(Struct, frozen=True):
-    """Bytes of one owner on each device of a group. resident: all the time; active: while the worst call runs."""
+    """Bytes of one owner on each device of a group. resident: all the time; active: while the worst call runs; margin:
+    by which it may need more, at the quantile that the run file asks."""
 
     label: str
     nbytes: int
-    kind: Literal["resident", "active"]
+    kind: Literal["resident", "active", "margin"]
 
 
 class MemoryBar(Struct, frozen=True):
@@ -32,7 +40,13 @@ class MemoryBar(Struct, frozen=True):
     device_bytes: int  # what the device has
 
     @property
-    def total_bytes(self) -> int:
+    def expected_bytes(self) -> int:
+        """The prediction: the mean."""
+        return sum(part.nbytes for part in self.parts if part.kind != "margin")
+
+    @property
+    def bound_bytes(self) -> int:
+        """The peak's bound, which must fit."""
         return sum(part.nbytes for part in self.parts)
 
 
@@ -52,12 +66,15 @@ def _bar(request: PlanRequest, plan: Plan, copies: Sequence[ResidentCopy], devic
     device = devices[0]
     here = [name for name, allocation in plan.allocations.items() if device in allocation.layout.mesh.devices]
     moments = {name: _moment(request, plan, name, device) for name in here}
-    worst = max(moments, key=lambda name: moments[name].total, default="")
+    margins = {name: margin_of(request, plan.allocations, name) for name in here}
+    worst = max(moments, key=lambda name: moments[name].total + margins[name], default="")
     running = [
         MemoryPart(f"{worst}: {words(term)}", getattr(moments[worst], term), "active")
         for term in (TERMS if worst else ())
         if getattr(moments[worst], term)
     ]
+    if margins.get(worst):
+        running.append(MemoryPart(f"margin of {worst}", margins[worst], "margin"))
     nodes = group_for(request, Layout(DeviceMesh(device, 1)))
     resident = [part for copy in copies if device in copy.layout.mesh.devices for part in _resident(copy)]
     return MemoryBar(tuple(devices), (*resident, *running), worst, device_bytes(request, nodes), nodes.memory_bytes)

@@ -15,7 +15,7 @@ from realgraph.planner.plan.events import Dependency, EventGraph
 from realgraph.planner.plan.plan import Plan, reallocation_node
 from realgraph.planner.plan.residency import reallocations
 
-Kind = Literal["generate", "inference", "train", "reallocate"]
+Kind = Literal["generate", "inference", "train", "reallocate", "other"]  # other: holds no mesh
 SHOWN_PERIODS = 2  # that a timeline shows
 ROUNDING_FRACTION = 1e-9  # of a period: what rounding leaves
 
@@ -34,14 +34,15 @@ class DrawnTask(Struct, frozen=True):
 
 
 class Bar(Struct, frozen=True):
-    """One task of one step in the window, seconds from its left edge. Cut off where it reaches beyond."""
+    """One task of one step in the window, seconds from its left edge. Cut off where it reaches beyond. critical: on the
+    critical circuit; None where it was measured."""
 
     task: str
     kind: Kind
     step: int
     start: float
     end: float
-    critical: bool
+    critical: bool | None
 
 
 class Lane(Struct, frozen=True):
@@ -66,24 +67,34 @@ def tasks_of(graph: Graph, plan: Plan, events: EventGraph) -> tuple[DrawnTask, .
 
     Starts are the plan's own where it has them all, else the earliest that its event graph allows.
     """
+    starts = plan.starts if has_starts(plan) else earliest_starts(events, plan.period_seconds)
+    return started_tasks(graph, plan, starts, events.seconds)
+
+
+def has_starts(plan: Plan) -> bool:
+    """True where the plan says itself when each call starts."""
+    return plan.starts.keys() >= plan.allocations.keys()
+
+
+def started_tasks(
+    graph: Graph, plan: Plan, starts: Mapping[str, float], seconds: Mapping[str, float]
+) -> tuple[DrawnTask, ...]:
+    """The tasks with these starts of step 0, by call and reallocation node. seconds: of reallocations, by node."""
     moved = reallocations(graph, plan.allocations)
-    starts = plan.starts
-    if not starts.keys() >= plan.allocations.keys():
-        starts = earliest_starts(events, plan.period_seconds)
     tasks: list[DrawnTask] = []
     for name in (name for name in graph.calls if name in plan.allocations):
         own = frozenset(plan.allocations[name].layout.mesh.devices)
         node = reallocation_node(name)
-        seconds = events.seconds.get(node, 0.0)
-        if name in moved and seconds > 0 and node in starts:
+        taken = seconds.get(node, 0.0)
+        if name in moved and taken > 0 and node in starts:
             ordered = frozenset(device for device, turns in plan.orders.items() if any(t.call == node for t in turns))
-            tasks.append(DrawnTask(node, "reallocate", seconds, starts[node], ordered or own))
+            tasks.append(DrawnTask(node, "reallocate", taken, starts[node], ordered or own))
         tasks.append(DrawnTask(name, kind_of(graph, name), plan.allocations[name].seconds, starts[name], own))
     return tuple(tasks)
 
 
 def kind_of(graph: Graph, call: str) -> Kind:
-    """The kind of a mesh-holding call."""
+    """The kind of a call."""
     match graph.calls[call]:
         case Generate():
             return "generate"
@@ -92,7 +103,7 @@ def kind_of(graph: Graph, call: str) -> Kind:
         case Train():
             return "train"
         case Function() | Advantage():
-            raise AssertionError(f"{call} holds no mesh")
+            return "other"
 
 
 def timeline(tasks: tuple[DrawnTask, ...], period: float, critical: Collection[str], n_devices: int) -> Timeline:

@@ -72,7 +72,8 @@ def timeline_svg(timeline: Timeline) -> str:
     parts.append(_line((middle, AXIS - 6, middle, bottom + FOOT_HEIGHT - GAP), "rule thin"))
     period = f"one period: {seconds_text(timeline.period_seconds)}"
     for i, text in enumerate((period, "the next one")):
-        parts.append(_text(LABEL + (i + 0.5) * (middle - LABEL), bottom + FOOT_HEIGHT - GAP, text, "soft mid"))
+        if fitting(text, middle - LABEL) == text:
+            parts.append(_text(LABEL + (i + 0.5) * (middle - LABEL), bottom + FOOT_HEIGHT - GAP, text, "soft mid"))
     return svg(WIDTH, bottom + FOOT_HEIGHT, parts, f"timeline of two periods; {period}")
 
 
@@ -97,8 +98,8 @@ def _lane(lane: Lane, top: float, scale: float) -> Iterator[str]:
 
 def _bar(bar: Bar, top: float, scale: float) -> str:
     x, width = LABEL + bar.start * scale, max(1.5, (bar.end - bar.start) * scale - 1.5)
-    circuit = "on the critical circuit" if bar.critical else "has slack"
-    hover = f"{bar.task}, step {bar.step}: {seconds_text(bar.end - bar.start)} from {bar.start:.3g} s, {circuit}"
+    circuit = {True: ", on the critical circuit", False: ", has slack", None: ""}[bar.critical]
+    hover = f"{bar.task}, step {bar.step}: {seconds_text(bar.end - bar.start)} from {bar.start:.3g} s{circuit}"
     parts = [f"<title>{escape(hover)}</title>", _rect((x, top, width, LANE), bar.kind, 4)]
     if bar.critical:
         parts.append(_rect((x, top + LANE - 4, width, 4), "ink"))
@@ -114,7 +115,7 @@ def _bar(bar: Bar, top: float, scale: float) -> str:
 def memory_svg(bars: Sequence[MemoryBar]) -> str:
     """A stacked bar per group of devices at its worst moment; the line is what a plan may fill, and so 100 %."""
     colours = shades(bars)
-    most = max(max(bar.device_bytes, bar.total_bytes) for bar in bars)
+    most = max(max(bar.device_bytes, bar.bound_bytes) for bar in bars)
     scale = (WIDTH - LABEL - RIGHT) / most
     bottom = AXIS + len(bars) * (LANE + GAP)
     parts: list[str] = []
@@ -133,7 +134,7 @@ def shades(bars: Sequence[MemoryBar]) -> dict[tuple[str, str], str]:
     for part in (part for bar in bars for part in bar.parts):
         most[part.kind, part.label] = max(part.nbytes, most.get((part.kind, part.label), 0))
     classes: dict[tuple[str, str], str] = {}
-    for kind, letter, count in (("resident", "r", RESIDENT), ("active", "a", ACTIVE)):
+    for kind, letter, count in (("resident", "r", RESIDENT), ("active", "a", ACTIVE), ("margin", "m", 0)):
         ranked = sorted((key for key in most if key[0] == kind), key=lambda key: -most[key])
         classes |= {key: f"{letter}{min(rank, count)}" for rank, key in enumerate(ranked)}
     return classes
@@ -145,7 +146,7 @@ def _stack(bar: MemoryBar, top: float, scale: float, colours: Mapping[tuple[str,
     yield f"<g><title>{escape(whole)}</title>{name}</g>"
     yield _rect((LABEL, top, bar.device_bytes * scale, LANE), "track", 4)
     x = float(LABEL)
-    for part in sorted(bar.parts, key=lambda part: (part.kind != "resident", -part.nbytes)):
+    for part in sorted(bar.parts, key=lambda part: (list(KINDS).index(part.kind), -part.nbytes)):
         width = part.nbytes * scale
         hover = f"{part.label}: {bytes_text(part.nbytes)}, {KINDS[part.kind]}"
         box = _rect((x, top, max(0.5, width - 1.5), LANE), colours[part.kind, part.label])
@@ -154,11 +155,15 @@ def _stack(bar: MemoryBar, top: float, scale: float, colours: Mapping[tuple[str,
     limit = LABEL + bar.usable_bytes * scale
     usable = f"usable: {bytes_text(bar.usable_bytes)} of {bytes_text(bar.device_bytes)}"
     yield f"<g><title>{usable}</title>{_line((limit, top - 4, limit, top + LANE + 4), 'rule')}</g>"
-    share = bar.total_bytes / bar.usable_bytes if bar.usable_bytes else 0.0
+    share = bar.bound_bytes / bar.usable_bytes if bar.usable_bytes else 0.0
     yield _text(WIDTH, top + LANE / 2 + 4, percent_text(share), "soft end")
 
 
-KINDS = {"resident": "all the time", "active": "while the call runs"}
+KINDS = {
+    "resident": "all the time",
+    "active": "while the call runs",
+    "margin": "by which the peak may lie above the prediction",
+}
 
 
 # --- small pictures ---------------------------------------------------------------------------------------------------

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 
+from realgraph.planner.costs.spread import BAR_SHARE
 from realgraph.planner.plan.layout import Recompute, Schedule, Stages
 from realgraph.planner.plan.option import CallOption
-from realgraph.planner.plan.plan import Plan, Transport
+from realgraph.planner.plan.plan import Allocation, Plan, Transport
 from realgraph.planner.plan.problem import Limits
 from realgraph.planner.plan.stages import stage_totals
 from realgraph.planner.report.content import CallRow, PlannedSize, Report
-from realgraph.planner.report.format import counted, gap_text, percent_text, seconds_text
+from realgraph.planner.report.format import bytes_text, counted, gap_text, percent_text, seconds_text, words
+from realgraph.planner.report.memory import MemoryBar
 
 TRANSPORT_WORDS: dict[Transport, str] = {
     "in_place": "in place",
@@ -29,14 +31,19 @@ OWN_GAP_RATIO = 1.05  # times the gap that a search proves: a wider one is not t
 
 def predicted_text(report: Report) -> str:
     """The kind of number that the period is."""
-    return f"predicted, ± {percent_text(report.error)}" if report.error else "predicted, not measured"
+    low, high = report.plan.period_bar_seconds
+    bar = f"{seconds_text(low)} to {seconds_text(high)} in {percent_text(BAR_SHARE)} of such cases"
+    return f"predicted: {bar}" if high else "predicted, not measured"
 
 
 def bound_text(plan: Plan) -> str:
     """Bound, gap, why the search ended, and what the bound speaks of."""
     parts = [seconds_text(plan.lower_bound_seconds), f"gap {gap_text(plan.gap)}"]
+    best_gap = plan.best_seconds / plan.lower_bound_seconds - 1 if plan.lower_bound_seconds > 0 else plan.gap
+    if plan.simplified:
+        parts.append(f"{gap_text(max(0.0, best_gap))} of the best plan found")
     if plan.stopped:
-        wider = plan.stopped == "proven" and plan.gap > OWN_GAP_RATIO * Limits().gap
+        wider = plan.stopped == "proven" and best_gap > OWN_GAP_RATIO * Limits().gap
         why = STREAMS if wider else STOPPED.get(plan.stopped, plan.stopped)
         parts.append(f"searched for {seconds_text(plan.search_seconds)} until {why}")
     return ", ".join(parts) + (f"; within: {plan.scope}" if plan.scope else "")
@@ -101,6 +108,20 @@ def table_legend(report: Report) -> Iterator[str]:
         yield "of a generate call: sequences at once in KV-cache tokens"
     if any(row.allocation.residency == "reallocated" for row in report.rows):
         yield "copy: refreshed from the trained weights every step"
+
+
+def memory_text(allocation: Allocation, quantile: float) -> str:
+    """`74.0 GB expected at its peak, most of it activations; 78.1 GB at the quantile 0.95 (memory.quantile)`."""
+    mean = f"{bytes_text(allocation.peak_bytes)} expected at its peak, most of it {words(allocation.worst_term)}"
+    return (
+        f"{mean}; {bytes_text(allocation.bound_bytes)} at the quantile {quantile:g} (memory.quantile), which must fit"
+    )
+
+
+def bar_text(bar: MemoryBar) -> str:
+    """`74.0 GB to 78.1 GB`: what is expected, and the bound; where there is no margin, the first alone."""
+    margin = f" to {bytes_text(bar.bound_bytes)}" if bar.bound_bytes > bar.expected_bytes else ""
+    return f"{bytes_text(bar.expected_bytes)}{margin}"
 
 
 def moves_text(plan: Plan) -> str:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.yaml.files import read_file
+from realgraph.planner.costs.engine_overheads import EngineOverheads
 from realgraph.planner.inputs.devices import EfficiencyFactors
 from realgraph.planner.plan.layout import Recompute, Schedule
 
@@ -70,7 +71,8 @@ class MeasuredCall(Struct, frozen=True, forbid_unknown_fields=True):
 
 class CostTable(Struct, frozen=True, forbid_unknown_fields=True):
     """kind: of device, as in devices.yaml. factors: replace the kind's own. lengths: measured new tokens of samples,
-    at equal steps of probability, rising."""
+    at equal steps of probability, rising. overheads: of the engines and the runtime, in the place of those that
+    `EngineSupport` has."""
 
     kind: str = ""
     name: str = ""  # of the machine or run
@@ -79,6 +81,7 @@ class CostTable(Struct, frozen=True, forbid_unknown_fields=True):
     phases: dict[Phase, PhaseFactor] = {}
     calls: tuple[MeasuredCall, ...] = ()
     lengths: tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...] = ()
+    overheads: EngineOverheads | None = None
     format: int = COSTS_FORMAT
 
 

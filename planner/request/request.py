@@ -7,6 +7,8 @@ from msgspec import Struct, field
 
 from realgraph.graphs.graph import Edge, Graph
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, ModelRole, Train
+from realgraph.planner.costs.engine_overheads import NO_OVERHEADS, EngineOverheads, beside_factors
+from realgraph.planner.costs.memory.margin import MemorySpec
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.devices import device_kind
 from realgraph.planner.inputs.model_spec import ModelSpec
@@ -29,11 +31,12 @@ class PlanRequest(Struct, frozen=True):
     engine: EngineSupport = TORCH  # what the engines can run that the plan is for
     costs: CostTable = CostTable()  # measured
     constraints: Constraints = Constraints()
+    memory: MemorySpec = MemorySpec()
 
     @property
     def mesh_calls(self) -> tuple[str, ...]:
         """The calls that hold a mesh, in topological order; the others (functions, advantages) are free."""
-        return tuple(name for name in self.graph.calls if self.graph.role(name))
+        return self.graph.mesh_calls
 
     def model(self, call: str) -> ModelSpec:
         """The model that a mesh-holding call runs."""
@@ -42,6 +45,16 @@ class PlanRequest(Struct, frozen=True):
     def role(self, call: str) -> ModelRole:
         """The role that a mesh-holding call runs."""
         return self.graph.models[self.graph.role(call)]
+
+    def overheads(self, cluster: Cluster) -> EngineOverheads:
+        """The overheads of the engines on a group of nodes: none beside a CPU's factors, which were measured with them,
+        and beside a GPU's measured ones what no such factor holds."""
+        if self.costs.overheads is not None:
+            return self.costs.overheads
+        if cluster.is_cpu:
+            return NO_OVERHEADS
+        measured = self.costs.factors is not None and self.costs.kind in ("", cluster.kind)
+        return beside_factors(self.engine.overheads) if measured else self.engine.overheads
 
 
 def kept_by(request: PlanRequest, plan: Plan) -> PlanRequest:
@@ -93,7 +106,8 @@ def _states(role: ModelRole) -> tuple[str | bool | None, ...]:
 def _shape(call: ModelCall) -> tuple[str | int | None, ...]:
     match call:
         case Generate():
-            return ("generate", call.model, call.n, call.max_new_tokens)
+            written = () if call.max_prompt_tokens is None else (call.max_prompt_tokens,)
+            return ("generate", call.model, call.n, call.max_new_tokens, *written)
         case Inference():
             return ("inference", call.model, call.output)
         case Train():

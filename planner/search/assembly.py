@@ -12,12 +12,14 @@ from realgraph.planner.options.holdings import (
     candidate_of,
     group_for,
     host_of,
+    margin_of,
     peak_of,
     reads_in_place,
     with_stages,
 )
 from realgraph.planner.options.meshes import group_of
 from realgraph.planner.options.moves import Place, move_matrix, transport_of
+from realgraph.planner.options.period_error import period_bar
 from realgraph.planner.options.pricing import PricedOption, options_of
 from realgraph.planner.options.tables import PreparedProblem
 from realgraph.planner.plan.events import EventGraph, event_graph, period
@@ -61,7 +63,8 @@ def plan_of(prepared: PreparedProblem, solution: Solution) -> Plan:
     plan = steady_state(request, replace(plan, allocations=_all_completed(request, plan.allocations)))
     bounds = period(events_of(request, plan)).circuit  # the search's own circuit leaves out the free calls
     bound = min(plan.lower_bound_seconds, plan.period_seconds)  # a stream that gives way at any time may do better
-    return replace(plan, lower_bound_seconds=bound, bottleneck=bounds, latency_seconds=step_latency(plan))
+    plan = replace(plan, lower_bound_seconds=bound, bottleneck=bounds, latency_seconds=step_latency(plan))
+    return replace(plan, period_bar_seconds=period_bar(request, plan))
 
 
 def option_of(prepared: PreparedProblem, call: str, choice: Choice) -> PricedOption:
@@ -146,6 +149,7 @@ def _completed(request: PlanRequest, allocations: Mapping[str, Allocation], call
         allocation,
         residency=allocation_of(candidate_of(request, allocations, call)).residency,
         peak_bytes=held.total,
+        bound_bytes=held.total + margin_of(request, allocations, call),
         worst_term=held.worst,
         host_bytes=host_of(request, allocations, call),
     )
@@ -191,7 +195,7 @@ def repriced(request: PlanRequest, plan: Plan) -> Plan:
         priced, period_seconds=critical.seconds, bottleneck=critical.circuit, stopped="", search_seconds=0.0
     )
     started = replace(timed, starts=starts_of(request, timed))
-    return replace(started, latency_seconds=step_latency(started))
+    return replace(started, latency_seconds=step_latency(started), period_bar_seconds=period_bar(request, started))
 
 
 def _priced(request: PlanRequest, call: str, plan: Plan) -> PricedOption:

@@ -50,15 +50,18 @@ def levels_up_to(staleness: int) -> tuple[int, ...]:
     return tuple(reversed(levels))
 
 
-def best_level(request: PlanRequest, limits: Limits, known: Known, levels: Sequence[int]) -> Level:
-    """The best of these levels, with a bound that holds for all of them."""
+def best_level(
+    request: PlanRequest, limits: Limits, known: Known, levels: Sequence[int], below: float = float("inf")
+) -> Level:
+    """The best of these levels, with a bound that holds for all of them. below: seconds that a plan must take less
+    than; each level is searched for no longer than one may."""
     best: Found | None = None
     bounds: list[float] = []
     seconds, nodes = 0.0, 0
     stopped: Stopped = "proven"
     for level in levels:
         left = replace(limits, seconds=max(0.0, limits.seconds - seconds))
-        period = float("inf") if best is None else best.plan.period_seconds
+        period = below if best is None else best.plan.period_seconds
         searched = _level(problem_of(at_staleness(request, level), known=known), left, known, period)
         seconds, nodes = seconds + searched.seconds, nodes + searched.nodes
         if searched.stopped != "proven":
@@ -70,7 +73,7 @@ def best_level(request: PlanRequest, limits: Limits, known: Known, levels: Seque
 
 
 def _level(prepared: PreparedProblem, limits: Limits, known: Known, known_period: float) -> Level:
-    """known_period: of a plan of another level; where the bound passes it, nothing better is left."""
+    """known_period: that a plan has to be better than; where the bound passes it, nothing better is left."""
     if not all(task.tables for task in prepared.problem.tasks):
         return Level(None, float("inf"), "proven", 0.0, 0)
     solution = solve(prepared.problem, _until_worse(limits, known_period))

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from realgraph.graphs.spec import Generate
 from realgraph.planner.options.calls import free_seconds
-from realgraph.planner.options.holdings import candidate_of, group_for, peak_of
+from realgraph.planner.options.holdings import bound_of, candidate_of, group_for
 from realgraph.planner.options.pricing import host_seconds
 from realgraph.planner.options.tables import device_bytes
 from realgraph.planner.plan.events import event_graph, period
@@ -30,7 +30,7 @@ def with_prefetches(request: PlanRequest, plan: Plan) -> Plan:
         if before:
             tried = {**allocations, name: replace(own, prefetch_during=before)}
             limit = device_bytes(request, group_for(request, own.layout))
-            if peak_of(request, tried, before)[1].total <= limit:
+            if bound_of(request, tried, before) <= limit:
                 allocations = tried
     if allocations == plan.allocations:
         return plan

@@ -75,7 +75,7 @@ def reprice(request: PlanRequest, plan: Plan) -> Plan:
     The lower bound is the least period of the same allocations in any order.
     """
     request = kept_by(request, plan)
-    priced = repriced(request, plan)
+    priced = replace(repriced(request, plan), exact_seconds=0.0, simplified=())
     if plan.hashes.costs and not hashes(request).costs:  # other tables than the plan's bound nothing of it
         bound = min(max(_loads(priced).values(), default=0.0), priced.period_seconds)
         return replace(priced, lower_bound_seconds=bound, scope="any order of the allocations given")

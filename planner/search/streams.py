@@ -16,7 +16,7 @@ from realgraph.graphs.spec import Generate
 from realgraph.planner.costs.generate.rollout import Stream, variant_of
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.options.calls import free_seconds
-from realgraph.planner.options.holdings import active_of, candidate_of, group_for, resident_on
+from realgraph.planner.options.holdings import active_of, candidate_of, group_for, margin_of, resident_on
 from realgraph.planner.options.pricing import Timing, candidate_stream, is_measured, stream_timing
 from realgraph.planner.options.tables import device_bytes
 from realgraph.planner.plan.events import (
@@ -71,8 +71,7 @@ def steady_state(request: PlanRequest, plan: Plan) -> Plan:
     As it is where nothing streams, where the call itself was measured, and where no stream keeps to the staleness and
     the order of calls: generation then takes turns with them, as the search has it.
     """
-    calls = request.graph.calls
-    call = next((name for name in plan.allocations if isinstance(calls[name], Generate)), "")
+    call = next((name for name in request.graph.generates if name in plan.allocations), "")
     if not call or plan.staleness < 1:
         return plan
     candidate = candidate_of(request, plan.allocations, call)
@@ -94,9 +93,10 @@ def steady_state(request: PlanRequest, plan: Plan) -> Plan:
 
 
 def gives_up_caches(request: PlanRequest, plan: Plan) -> bool:
-    """True where generation is a stream whose caches and weights have no room beside the calls that pause it."""
-    generates = [name for name in plan.allocations if isinstance(request.graph.calls[name], Generate)]
-    return plan.staleness > 0 and not all(keeps_caches(request, plan, name) for name in generates)
+    """True where generation goes on beside calls that pause it, and its caches and weights have no room there."""
+    generates = [name for name in request.graph.generates if name in plan.allocations]
+    beside = plan.staleness > 0 or len(generates) > 1
+    return beside and not all(keeps_caches(request, plan, name) for name in generates)
 
 
 def keeps_caches(request: PlanRequest, plan: Plan, call: str) -> bool:
@@ -106,12 +106,13 @@ def keeps_caches(request: PlanRequest, plan: Plan, call: str) -> bool:
     """
     allocations, mesh = plan.allocations, plan.allocations[call].layout.mesh
     limit = device_bytes(request, group_for(request, allocations[call].layout))
-    own = active_of(request, allocations, call).total
+    own = active_of(request, allocations, call).total + margin_of(request, allocations, call)
     for name, other in allocations.items():
         there = other.layout.mesh
         if name != call and there.overlaps(mesh):
             both = max(mesh.first, there.first), min(mesh.devices.stop, there.devices.stop)
-            if resident_on(request, allocations, *both) + active_of(request, allocations, name).total + own > limit:
+            added = active_of(request, allocations, name).total + margin_of(request, allocations, name)
+            if resident_on(request, allocations, *both) + added + own > limit:
                 return False
     return True
 

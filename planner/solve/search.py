@@ -34,7 +34,7 @@ from realgraph.planner.solve.kernels.meshes import (
 from realgraph.planner.solve.kernels.options import FOUND, PAUSED, UNDECIDED, choose, new_choosing
 from realgraph.planner.solve.kernels.period import new_net
 from realgraph.planner.solve.memory import fits
-from realgraph.planner.solve.space import MANY_TASKS, Space, least_of, order_of, shared, space_of
+from realgraph.planner.solve.space import MANY_TASKS, Space, busy_seconds, least_of, order_of, shared, space_of
 
 TOLERANCES = (0.5, 0.3, 0.2, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01, 0.005)
 TOLERANCES_OF_FEW, FEW_PLACEMENTS_LOG = (0.1,), 9.0  # with fewer placements (a logarithm) a pass is mostly preparation
@@ -83,7 +83,7 @@ class Search:
         self.walk, self.near_walk = new_walk(n, meshes), new_walk(n, meshes)
         self.everywhere = shared(self.instance, self.instance.tables >= 0)
         self.best: Incumbent | None = None
-        self.bound = problem.floor_seconds
+        self.bound = max(problem.floor_seconds, busy_seconds(problem))
         self.nodes = 0
         self.put_off: list[list[int]] = []
         self.undecided = False

@@ -142,3 +142,13 @@ def least_of(instance: Instance, task: int, allowed: Mask) -> tuple[float, float
     seconds = [float(instance.seconds[rows].min(initial=np.inf)) for rows in options]
     latency = min(float(instance.latency[rows].min(initial=np.inf)) for rows in options)
     return min(seconds), latency, min(size * least for size, least in zip(sizes, seconds, strict=True))
+
+
+def busy_seconds(problem: SearchProblem) -> float:
+    """A period below which the devices could not do all tasks wherever these lie: the longest task where it takes the
+    least, and what all tasks take of the devices at least, spread evenly."""
+    least = [float(np.min(table.seconds, initial=np.inf)) for table in problem.tables]
+    sizes = [mesh.n_devices for mesh in problem.meshes]
+    longest = [min((least[table] for table in task.tables.values()), default=0.0) for task in problem.tasks]
+    taken = [min((least[n] * sizes[i] for i, n in task.tables.items()), default=0.0) for task in problem.tasks]
+    return max(*longest, sum(taken) / problem.devices)

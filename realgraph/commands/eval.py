@@ -2,8 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,7 +10,7 @@ import msgspec
 from realgraph.commands.run import FAILED, INTERRUPTED, execute, report
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import Generate
-from realgraph.run.running import PreparedRun, prepare
+from realgraph.run.running import PreparedRun, beside, prepare
 from realgraph.runtime.job.job import CheckpointSpec, EvalSpec
 from realgraph.runtime.job.manifest import MANIFEST, damage
 from realgraph.runtime.job.run_folder import RunFolder
@@ -57,12 +56,10 @@ def for_evaluation(prepared: PreparedRun, checkpoint: Path | None) -> PreparedRu
         job,
         graph=graph,
         steps=0,
-        eval=msgspec.structs.replace(spec, every=spec.every or 1, at_start=True),
+        eval=msgspec.structs.replace(spec, every=spec.every or 1, at_start=True, on=None),
         checkpoint=CheckpointSpec(),
     )
-    own = beside(prepared.folder)
-    changed = msgspec.structs.replace(changed, run_dir=str(own.root))
-    return msgspec.structs.replace(prepared, job=changed, folder=own, begun_at=begun_at)
+    return msgspec.structs.replace(beside(prepared, changed, "eval"), begun_at=begun_at)
 
 
 def step_of(model: Path) -> int:
@@ -72,17 +69,6 @@ def step_of(model: Path) -> int:
         if match:
             return int(match.group(1))
     return 0
-
-
-def beside(folder: RunFolder) -> RunFolder:
-    """A directory of its own for an evaluation, next to the run's: `<run>-eval`, or `<run>-eval-2`, ..."""
-    first = folder.root.with_name(f"{folder.root.name}-eval")
-    return RunFolder(next(path for path in _numbered(first) if not path.exists()))
-
-
-def _numbered(first: Path) -> Iterator[Path]:
-    yield first
-    yield from (first.with_name(f"{first.name}-{number}") for number in count(2))
 
 
 def model_folder(path: Path, role: str | None = None) -> Path:

@@ -6,9 +6,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 from rich.table import Table
 
@@ -19,10 +20,11 @@ from realgraph.planner.plan.plan import Plan
 from realgraph.planner.report.format import layout_text
 from realgraph.planner.request.request import PlanRequest
 from realgraph.rehearsal.compare import Compared, compared, too_old
+from realgraph.rehearsal.models import write_toy_models
 from realgraph.rehearsal.observer import StepsSeen
 from realgraph.rehearsal.order import misordered
 from realgraph.rehearsal.plan import toy_plan
-from realgraph.rehearsal.run import STEPS, on_cluster, toy_run
+from realgraph.rehearsal.run import STEPS, THREADS, ToyRun, on_cluster, toy_run
 from realgraph.rehearsal.scale import ToyScale, scale_of
 from realgraph.rehearsal.sizes import Counted, counted_bytes
 from realgraph.run.planning import plan_for, read_plan, request_for
@@ -32,6 +34,9 @@ from realgraph.runtime.job.run_folder import RunFolder, write_atomic
 from realgraph.runtime.master.master import Master, RunOutcome
 from realgraph.runtime.master.observer import Observers
 from realgraph.runtime.master.records import TraceFile
+from realgraph.runtime.master.startup import PROGRAM
+from realgraph.runtime.processes.launcher import LaunchError
+from realgraph.runtime.processes.local import KeptLauncher
 from realgraph.screen.output import say, say_warnings
 from realgraph.screen.terminal import Terminal, run_terminal
 
@@ -56,14 +61,15 @@ def rehearse_command(file: Path, overrides: Sequence[str], plan_file: Path | Non
     checked = check_run(file, overrides, weights=False)
     say_warnings(checked.warnings)
     request = request_for(checked)
-    plan = read_plan(plan_file, request) if plan_file is not None else plan_for(checked, request)
-    with _home(keep) as home:
+    with _home(keep) as home, closing(KeptLauncher(PROGRAM, THREADS)) as launcher:
+        plan = read_plan(plan_file, request) if plan_file is not None else plan_for(checked, request)
         scale = scale_of(request, plan)
         toy = toy_run(checked, scale, home)
         _say_plan(plan, request, scale, console)
         console.print(toy.data, soft_wrap=True)
-        planned = _planned(toy.checked, plan, request.cluster, scale, home)
-        alone = _alone(toy.checked, home) if planned.outcome.ok else None
+        _write_models(toy, home, launcher)
+        planned = _run(*_planned(toy, plan, request.cluster, scale), home / "planned", launcher)
+        alone = _run(*_alone(toy), home / "alone", launcher) if planned.outcome.ok else None
     bound = checked.run.staleness if checked.run.overdue in HELD_BACK else math.inf
     _conclude((planned, alone), bound if plan.staleness else None, console)
 
@@ -84,21 +90,34 @@ def _home(keep: Path | None) -> Iterator[Path]:
     yield home
 
 
-def _planned(toy: Checked, plan: Plan, cluster: Cluster, scale: ToyScale, home: Path) -> Rehearsed:
+def _write_models(toy: ToyRun, home: Path, launcher: KeptLauncher) -> None:
+    """Exits where they can't be written."""
+    payload = msgspec.msgpack.encode(toy.models)
+    try:
+        asyncio.run(launcher.call(write_toy_models, payload, home / "models.log"))
+    except LaunchError as error:
+        say(f"error: the rehearsal's models could not be written: {error}", err=True)
+        sys.exit(DIFFERENT)
+
+
+_ToRun = tuple[Checked, PlanRequest, Plan]
+
+
+def _planned(toy: ToyRun, plan: Plan, cluster: Cluster, scale: ToyScale) -> _ToRun:
     """The toy run by the plan. Raises ConfigError where the engines can't follow it."""
-    checked = on_cluster(toy, cluster)
+    checked = on_cluster(toy.checked, cluster)
     request = request_for(checked)
-    return _run(checked, request, toy_plan(plan, request, scale), home / "planned")
+    return checked, request, toy_plan(plan, request, scale, toy.typical)
 
 
-def _alone(toy: Checked, home: Path) -> Rehearsed:
+def _alone(toy: ToyRun) -> _ToRun:
     """The toy run on one process, synchronously where it can be."""
-    checked = on_cluster(toy, None)
+    checked = on_cluster(toy.checked, None)
     request = request_for(checked)
-    return _run(checked, request, plan_for(checked, request), home / "alone")
+    return checked, request, plan_for(checked, request)
 
 
-def _run(checked: Checked, request: PlanRequest, plan: Plan, root: Path) -> Rehearsed:
+def _run(checked: Checked, request: PlanRequest, plan: Plan, root: Path, launcher: KeptLauncher) -> Rehearsed:
     folder = RunFolder(root)
     job = job_of(checked, request, plan, folder)
     seen = StepsSeen()
@@ -107,7 +126,7 @@ def _run(checked: Checked, request: PlanRequest, plan: Plan, root: Path) -> Rehe
         write_atomic(folder.plan, plan_to_json(plan).encode())
         observers = Observers((seen, TraceFile(folder.trace, TRACE_BYTES)))
         try:
-            outcome = asyncio.run(Master(job, folder, observers).run())
+            outcome = asyncio.run(Master(job, folder, observers, launcher=launcher).run())
         finally:
             observers.close()
     seconds = time.monotonic() - began

@@ -8,6 +8,7 @@ from realgraph.graphs.errors import ConfigError, Problem, Where, reason
 from realgraph.runtime.commands.actions import (
     Action,
     CheckpointWritten,
+    EngineLost,
     EvalEnded,
     Event,
     Halt,
@@ -110,6 +111,8 @@ def _action_text(action: Action) -> str:
             return f"the evaluation after step {action.step} ended"
         case CheckpointWritten():
             return f"the checkpoint of step {action.step} written"
+        case EngineLost(text=text):
+            return text
         case Halt():
             return f"the end: {action.reason}"
 
@@ -122,4 +125,5 @@ def awaited_lines(image: SchedulerImage, began: float) -> Iterator[str]:
         yield f"  {doing_text(task)} (task {task.number}) on {workers_text(task.waiting)}, {limit}"
     for worker, (since, seconds) in image.tasks.watches.items():
         limit = f"since {since - began:.3f} s, the next until {since + seconds - began:.3f} s at the latest"
-        yield f"  {image.collection.open[worker]} groups of worker {worker}, {limit}"
+        n_groups = sum(loads.open.get(worker, 0) for loads in image.collection.loads.values())
+        yield f"  {n_groups} groups of worker {worker}, {limit}"

@@ -18,6 +18,7 @@ from realgraph.run.ending import next_lines
 from realgraph.run.launching import launcher_of, tell_needs
 from realgraph.run.restarts import back_off, give_up, prepared_again
 from realgraph.run.resume import ResumeOptions, resumed
+from realgraph.run.rollout_alone import rollout_alone
 from realgraph.run.running import PreparedRun, claim, owned, prepare, unwritable_folder, with_sums
 from realgraph.run.submitting import Submission, come_back, goes_back, script_of, submitted
 from realgraph.runtime.clusters.sbatch import LOG
@@ -46,11 +47,16 @@ class RunOptions(Struct, frozen=True):
     new_data: bool = False
     replan: bool = False
     submit: bool = False
+    no_train: bool = False
 
 
 def run_command(file: Path | None, overrides: Sequence[str], options: RunOptions) -> None:
     """Run or resume; exits with 3 where the run failed, 130 where it was interrupted. Raises ConfigError."""
     console = run_terminal()
+    if options.no_train and (options.submit or options.resume is not None):
+        text = "--no-train measures a run in its place, from its start"
+        hint = "leave --submit out" if options.submit else "name a run file in place of --resume"
+        raise ConfigError([Problem(Where("command line"), text, hint)])
     if options.submit:
         submit_command(file, overrides, options, console)
         return
@@ -61,6 +67,7 @@ def run_command(file: Path | None, overrides: Sequence[str], options: RunOptions
             _first_rows(prepared, console)
             console.print("dry run: nothing was started")
             return
+        prepared = rollout_alone(prepared) if options.no_train else prepared
         outcome = execute(prepared, console)
     report(outcome, prepared, console)
     if outcome.interrupted and outcome.steps < prepared.job.steps:
@@ -143,7 +150,7 @@ def execute(
     for line in passed_over(prepared):
         console.print(line, soft_wrap=True)
     _first_rows(prepared, console)
-    if prepared.job.steps:
+    if prepared.job.steps and not prepared.job.rollout_alone:
         when = prepared.job.checkpoint.text
         console.print(f"checkpoints: {when} (checkpoint.every: steps, checkpoint.minutes)", soft_wrap=True)
 

@@ -138,6 +138,15 @@ def cut_short(plan: Plan, comparisons: tuple[Comparison, ...]) -> str:
     return f"the search ended too early: {name} takes {seconds_text(least)} a step; give it more time (--time-limit)"
 
 
+def simplified_text(plan: Plan) -> Iterator[str]:
+    """Says what of the best plan was left out to make it simpler, and what that costs."""
+    if plan.simplified:
+        loss, high = plan.period_seconds / plan.exact_seconds - 1, plan.period_bar_seconds[1]
+        bar = f", within the error bar of {gap_text(high / plan.period_seconds - 1)}" if high else ""
+        cost = f"{gap_text(max(0.0, loss))} longer than the best plan found{bar}"
+        yield f"simpler, and {cost}: {'; '.join(plan.simplified)} (--exact for the best)"
+
+
 def simpler(request: PlanRequest, plan: Plan, comparisons: tuple[Comparison, ...]) -> str:
     """Says that placing every call on all devices, which has less to go wrong, is as good; '' where it is worse."""
     if len(plan.allocations) < 2:

@@ -57,6 +57,7 @@ Target = Annotated[
 ]
 Robust = Annotated[bool, _searched("--robust", "Choose the plan that suffers least from errors of the costs.")]
 Colocated = Annotated[bool, _searched("--colocated", "Place every call on all devices.")]
+Exact = Annotated[bool, _searched("--exact", "The fastest plan, where a simpler one is as good but for its error bar.")]
 TimeLimit = Annotated[float, _searched("--time-limit", "Time limit of the search.", "SECONDS", 0)]
 Seed = Annotated[int, _searched("--seed", "Random seed of the search.", None, 0)]
 
@@ -107,6 +108,7 @@ def plan(
     target: Target = None,
     robust: Robust = False,
     colocated: Colocated = False,
+    exact: Exact = False,
     time_limit: TimeLimit = MINUTE_SECONDS,
     seed: Seed = 0,
 ) -> None:
@@ -128,6 +130,7 @@ def plan(
         target=target,
         robust=robust,
         colocated=colocated,
+        exact=exact,
         brief=brief,
         time_limit=time_limit,
         seed=seed,

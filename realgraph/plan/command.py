@@ -6,7 +6,16 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.plan.beside import BESIDE_SECONDS, cut_short, hints_of, other_plans, rules, simpler, synchrony
+from realgraph.plan.beside import (
+    BESIDE_SECONDS,
+    cut_short,
+    hints_of,
+    other_plans,
+    rules,
+    simpler,
+    simplified_text,
+    synchrony,
+)
 from realgraph.plan.explain import explained, refuse_free
 from realgraph.plan.lengths import read_lengths
 from realgraph.plan.options import PlanOptions, refuse_conflicts, sizes_of
@@ -28,6 +37,7 @@ from realgraph.planner.request.cost_table import CostTable, load_costs
 from realgraph.planner.request.request import PlanRequest, kept_by
 from realgraph.planner.search.assembly import plan_of
 from realgraph.planner.search.search import solved
+from realgraph.planner.search.simpler import simplest
 from realgraph.run.planning import RequestOptions, read_plan, request_for
 from realgraph.run_file.compose import Checked, check_run
 from realgraph.screen.files import refuse_unwritable, write
@@ -101,7 +111,10 @@ def _made(now: Session, request: PlanRequest, options: PlanOptions) -> Made:
         return Made(request, steady.plan, notes=(steady.text,))
     prepared, solution = solved(request, now.limits)
     whole = len(prepared.problem.meshes) == 1  # as a rule's own plan has it: other rules have other meshes
-    return Made(request, plan_of(prepared, solution), None if whole else prepared)
+    plan = plan_of(prepared, solution)
+    if not options.exact:
+        plan = simplest(request, plan, now.limits)
+    return Made(request, plan, None if whole else prepared)
 
 
 # --- showing it -------------------------------------------------------------------------------------------------------
@@ -160,7 +173,7 @@ def _explain(report: Report, made: Made, options: PlanOptions) -> None:
 def _report(checked: Checked, made: Made, options: PlanOptions, measured: tuple[MeasuredSeconds, ...] = ()) -> Report:
     findings = Findings(
         doubts=tuple(doubts_of(checked, made.request, made.plan)),
-        notes=(*made.notes, *fresher(made.request, made.plan)),
+        notes=(*made.notes, *simplified_text(made.plan), *fresher(made.request, made.plan)),
         price=price_of(made.request.cluster, made.plan.period_seconds, checked.run.steps, options.price),
         sweep=made.sizes,
         target_seconds=options.target,

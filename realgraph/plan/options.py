@@ -25,6 +25,7 @@ class PlanOptions(Struct, frozen=True):
     target: float | None = None  # seconds of a period
     robust: bool = False
     colocated: bool = False
+    exact: bool = False  # the fastest plan, not the simplest of those within its error bar
     brief: bool = False
     time_limit: float = 60.0  # seconds
     seed: int = 0
@@ -38,7 +39,14 @@ NAMES = {
     "edited": "plan",
     "run_dir": "run",
 }  # options that are called otherwise on the command line
-EXCLUSIVE = (("edited", "robust"), ("edited", "devices"), ("robust", "devices"))
+EXCLUSIVE = (
+    ("edited", "robust"),
+    ("edited", "devices"),
+    ("robust", "devices"),
+    ("edited", "exact"),
+    ("robust", "exact"),
+    ("devices", "exact"),
+)
 
 
 def refuse_others(options: PlanOptions, known: Collection[str], what: str) -> None:
@@ -69,6 +77,7 @@ MEANS = {
     "edited": "evaluate this plan",
     "robust": "choose the most robust plan",
     "devices": "plan for each of these sizes",
+    "exact": "take the fastest plan",
 }
 
 

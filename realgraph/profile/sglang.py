@@ -8,6 +8,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from functools import cache
+from http import HTTPStatus
 from typing import TypeVar
 
 import msgspec
@@ -31,7 +33,7 @@ SIZES = ((1, 512), (8, 512), (64, 512), (256, 512), (8, 4096), (64, 4096))  # se
 SHORT_TOKENS, LONG_TOKENS = 8, 40  # new tokens of the two answers
 REPEATS = 3
 REQUEST_SECONDS = 300.0
-FIRST_TOKEN, N_PROMPT_TOKENS = 1000, 997  # prompts are made of these
+FIRST_TOKEN, N_PROMPT_TOKENS = 1000, 997  # prompts are made of these, or of those that a smaller vocabulary has
 
 
 Answered = TypeVar("Answered")
@@ -52,6 +54,8 @@ class ServerInfo(Struct):
     quantization: str | None = None
     kv_cache_dtype: str | None = None
     max_req_input_len: int | None = None
+    max_running_requests: int | None = None
+    max_total_num_tokens: int | None = None
 
 
 class Finished(Struct):
@@ -71,6 +75,8 @@ class SGLangServer(Struct, frozen=True):
     model: ModelSpec
     tp: int
     longest: int  # tokens of a request
+    most_running: int = 1 << 30  # requests that decode at once
+    most_tokens: int = 1 << 62  # of all that run, in its cache
     weight_bytes: int | None = None  # of a weight, None: as in the role's dtype
     cache_bytes: int | None = None  # of a number in the cache, None: as in the role's dtype
 
@@ -79,9 +85,9 @@ def sglang_costs(costs: EfficiencyFactors, server: SGLangServer, cluster: Cluste
     """`costs` with the decode steps of the server instead of the embedded engine's. Raises ConfigError."""
     points = list(_points(costs, server, cluster))
     if not points:
-        least = min(context for _, context in SIZES) + LONG_TOKENS
-        text = f"the server takes requests of {server.longest} tokens at most, the shortest measured here has {least}"
-        raise _error(server.url, text, "start it with a longer --context-length")
+        least, longest = min(context for _, context in SIZES) + LONG_TOKENS, min(server.longest, server.most_tokens)
+        text = f"the server takes requests of {longest} tokens at most, the shortest measured here has {least}"
+        raise _error(server.url, text, "start it with a longer --context-length, or a larger --max-total-tokens")
     fit = fit_costs(costs, DECODING_FACTORS, points)
     return fit.costs, Stage("decoding by SGLang", DECODING_FACTORS, fit.error, len(points))
 
@@ -100,7 +106,8 @@ def open_server(url: str) -> SGLangServer:
         )
     longest = args.max_req_input_len or model.max_positions or max(length for _, length in SIZES)
     weight_bytes, cache_bytes = (1 if "fp8" in form else None for form in (weights, cache))
-    return SGLangServer(base, model, args.tp_size or 1, longest, weight_bytes, cache_bytes)
+    bounds = (args.max_running_requests or 1 << 30, args.max_total_num_tokens or 1 << 62)
+    return SGLangServer(base, model, args.tp_size or 1, longest, *bounds, weight_bytes, cache_bytes)
 
 
 def _points(base: EfficiencyFactors, server: SGLangServer, cluster: Cluster) -> Iterator[Point]:
@@ -111,7 +118,7 @@ def _points(base: EfficiencyFactors, server: SGLangServer, cluster: Cluster) -> 
         "sglang", product_speedup=speedup, weight_bytes=server.weight_bytes, cache_bytes=server.cache_bytes
     )
     for running, context in SIZES:
-        if context + LONG_TOKENS > server.longest:
+        if not holds(server, running, context):
             continue
         unfitted = Setting(server.model, role, layout, cluster, backend=engine)
 
@@ -126,7 +133,7 @@ def _points(base: EfficiencyFactors, server: SGLangServer, cluster: Cluster) -> 
 
 def step_seconds(server: SGLangServer, running: int, context: int) -> float:
     """Least seconds of one decode step of `running` sequences. Raises ConfigError."""
-    prompts = [prompt(number, context) for number in range(running)]
+    prompts = [prompt(number, context, server.model.vocab) for number in range(running)]
     _generate(server, prompts, 1)  # the server keeps the prompts' keys and values
     short = min(_generate(server, prompts, SHORT_TOKENS) for _ in range(REPEATS))
     long = min(_generate(server, prompts, LONG_TOKENS) for _ in range(REPEATS))
@@ -136,9 +143,17 @@ def step_seconds(server: SGLangServer, running: int, context: int) -> float:
     return (long - short) / (LONG_TOKENS - SHORT_TOKENS)
 
 
-def prompt(number: int, length: int) -> list[int]:
+def holds(server: SGLangServer, running: int, context: int) -> bool:
+    """True where so many sequences fit the server at once: others would wait, and their steps be told apart by none."""
+    length = context + LONG_TOKENS
+    return length <= server.longest and running <= server.most_running and running * length <= server.most_tokens
+
+
+def prompt(number: int, length: int, vocabulary: int) -> list[int]:
     """Tokens that begin differently for each number, so that no two share what the server keeps."""
-    return [FIRST_TOKEN + (number + 31 * number * i + i) % N_PROMPT_TOKENS for i in range(length)]
+    first = FIRST_TOKEN if vocabulary >= FIRST_TOKEN + N_PROMPT_TOKENS else 0
+    n = min(N_PROMPT_TOKENS, vocabulary)
+    return [first + (number + 31 * number * i + i) % n for i in range(length)]
 
 
 def _generate(server: SGLangServer, prompts: Sequence[Sequence[int]], new: int) -> float:
@@ -160,16 +175,24 @@ def _ask(url: str, path: str, kind: type[Answered], body: object = None) -> Answ
     data = None if body is None else msgspec.json.encode(body)
     request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as answer:
+        with _direct().open(request, timeout=REQUEST_SECONDS) as answer:
             return msgspec.json.decode(answer.read(), type=kind)
     except urllib.error.HTTPError as error:
-        raise _error(url, f"{path} answered {error.code} {error.reason}", "is this an SGLang server?") from error
+        full = "it has no place for that many requests at once: start it without --max-queued-requests"
+        hint = full if error.code == HTTPStatus.SERVICE_UNAVAILABLE else "is this an SGLang server?"
+        raise _error(url, f"{path} answered {error.code} {error.reason}", hint) from error
     except msgspec.MsgspecError as error:
         raise _error(url, f"{path} answered something else: {error}", "expected SGLang 0.4 or later") from error
     except (OSError, ValueError) as error:
         hint = "start it first: python -m sglang.launch_server --model-path MODEL --port 30000"
         why = getattr(error, "reason", error)
         raise _error(url, f"no SGLang server answers {path}: {getattr(why, 'strerror', None) or why}", hint) from error
+
+
+@cache
+def _direct() -> urllib.request.OpenerDirector:
+    """Asks the server itself, as runs do: no proxy that the environment names, which may not see it and takes time."""
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def _error(url: str, text: str, hint: str) -> ConfigError:

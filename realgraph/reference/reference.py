@@ -15,6 +15,7 @@ from realgraph.graphs.yaml.catalogue import library
 from realgraph.graphs.yaml.document import Document
 from realgraph.graphs.yaml.load import library_folder, load_graph
 from realgraph.graphs.yaml.schema import default_of, defaults_of, describe, structs, type_of
+from realgraph.planner.costs.memory.margin import MemorySpec
 from realgraph.planner.inputs.cluster import ClusterSpec, NodesSpec
 from realgraph.planner.problem_file.spec import problem_schema
 from realgraph.planner.request.constraints import Constraints
@@ -25,6 +26,7 @@ from realgraph.run_file.resolved import inline
 from realgraph.run_file.run_spec import RunSpec
 from realgraph.runtime.job.job import BatchSpec, CheckpointSpec, DataSpec, EvalSpec, OutputSpec, RuntimeSpec
 from realgraph.runtime.job.launch import HostsLaunch, LocalLaunch, RayLaunch, SlurmLaunch
+from realgraph.runtime.job.rollout import RolloutSpec
 from realgraph.screen.files import write
 from realgraph.screen.output import say
 
@@ -33,10 +35,12 @@ PROBLEM_SCHEMA = "planning_problem.schema.json"
 _RUN = (
     DataSpec,
     BatchSpec,
+    RolloutSpec,
     ClusterSpec,
     NodesSpec,
     Pin,
     Constraints,
+    MemorySpec,
     EvalSpec,
     CheckpointSpec,
     OutputSpec,

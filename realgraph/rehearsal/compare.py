@@ -12,6 +12,7 @@ NOT_ALIKE = (
     *TIMES,
     "running",
     "waiting",
+    "free_cache_tokens",
     "entropy",
     "logprob_gap",
     "update_gap",

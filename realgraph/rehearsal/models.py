@@ -8,9 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec import Struct
+
 from realgraph.graphs.errors import Where
 from realgraph.planner.inputs.model_spec import spec_from_config
 from realgraph.rehearsal.tokenizer import write_tokenizer
+from realgraph.runtime.parallel.cuts import SCORE
 
 HEAD_DIM = 2  # even, as rotary embeddings need
 SMALLEST_VECTOR = 8
@@ -50,6 +54,33 @@ def _scaled(size: int, factor: float) -> int:
     """A size of vectors: even where it was."""
     scaled = max(SMALLEST_VECTOR, round(size * factor))
     return scaled + (scaled - size) % 2
+
+
+class ToyModel(Struct, frozen=True):
+    """A random model to be written. config: of `toy_config`. scores: with a score head, which a role that never learns
+    one needs."""
+
+    folder: str
+    config: dict[str, Any]
+    seed: int
+    scores: bool = False
+
+
+def write_toy_models(payload: bytes) -> None:
+    """Write the models that `ToyModel`s in MessagePack describe; in a process that has torch loaded."""
+    for model in msgspec.msgpack.decode(payload, type=list[ToyModel]):
+        write_toy_model(Path(model.folder), model.config, model.seed)
+        if model.scores:
+            _add_score_head(Path(model.folder), model.config["hidden_size"])
+
+
+def _add_score_head(folder: Path, hidden: int) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    (file,) = folder.glob("*.safetensors")
+    head = torch.randn(1, hidden, dtype=torch.float64) * hidden**-0.5
+    save_file({**load_file(file), SCORE: head}, file, {"format": "pt"})
 
 
 def write_toy_model(folder: Path, config: Mapping[str, Any], seed: int) -> int:

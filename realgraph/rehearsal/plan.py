@@ -1,19 +1,24 @@
 """The plan of a run as its rehearsal follows it: every layout, order and residency; only tokens are fewer."""
 
+import math
+
 from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.planner.feasibility.validate import validate
-from realgraph.planner.options.calls import sample_tokens
+from realgraph.planner.options.calls import sample_tokens, sized
 from realgraph.planner.plan.plan import Allocation, Plan
 from realgraph.planner.request.request import PlanRequest, hashes
 from realgraph.planner.search.search import reprice
 from realgraph.rehearsal.scale import ToyScale
 
 
-def toy_plan(plan: Plan, toy: PlanRequest, scale: ToyScale) -> Plan:
-    """The plan for the toy run, with predictions for it. Raises ConfigError where the engines can't follow it."""
-    allocations = {name: _allocation(allocation, toy, scale) for name, allocation in plan.allocations.items()}
+def toy_plan(plan: Plan, toy: PlanRequest, scale: ToyScale, typical: float) -> Plan:
+    """The plan for the toy run, with predictions for it. typical: tokens of a sample. Raises ConfigError where the
+    engines can't follow it."""
+    planned = plan.allocations.items()
+    longest = {name: sample_tokens(sized(toy, name)) for name, _ in planned}
+    allocations = {name: _allocation(one, scale, typical, longest[name]) for name, one in planned}
     small = replace(plan, allocations=allocations, hashes=hashes(toy))
     problems = validate(small, toy)
     if problems:
@@ -21,11 +26,14 @@ def toy_plan(plan: Plan, toy: PlanRequest, scale: ToyScale) -> Plan:
     return reprice(toy, small)
 
 
-def _allocation(allocation: Allocation, toy: PlanRequest, scale: ToyScale) -> Allocation:
-    tokens, cache = allocation.max_tokens_per_microbatch, allocation.kv_cache_tokens
+def _allocation(allocation: Allocation, scale: ToyScale, typical: float, longest: int) -> Allocation:
+    """longest: tokens of the longest sample of the call, which is longer than others where its prompts are written."""
+    tokens, cache, shared = allocation.max_tokens_per_microbatch, allocation.kv_cache_tokens, allocation.layout.cp
+    if tokens is not None:
+        tokens = math.ceil(max(longest, scale.microbatch(tokens * shared, typical)) / shared)
     return replace(
         allocation,
-        max_tokens_per_microbatch=None if tokens is None else scale.tokens(tokens),
-        kv_cache_tokens=None if cache is None else max(sample_tokens(toy), scale.tokens(cache)),
+        max_tokens_per_microbatch=tokens,
+        kv_cache_tokens=None if cache is None else max(longest, scale.cache(cache, typical)),
         running=scale.sequences(allocation.running),
     )

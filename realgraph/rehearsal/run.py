@@ -13,8 +13,8 @@ from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
 from realgraph.planner.inputs.detect import CPU
 from realgraph.planner.inputs.model_spec import load_config
 from realgraph.planner.request.constraints import Constraints
-from realgraph.rehearsal.models import toy_config, write_toy_model
-from realgraph.rehearsal.rows import made_rows, write_rows
+from realgraph.rehearsal.models import ToyModel, toy_config
+from realgraph.rehearsal.rows import made_rows, typical_tokens, write_rows
 from realgraph.rehearsal.scale import ToyScale
 from realgraph.rehearsal.texts import real_rows
 from realgraph.run.planning import hub_cache_folder
@@ -24,25 +24,29 @@ from realgraph.runtime.processes.environment import variables
 
 SCORE = "realgraph.rehearsal.scores:score"
 STEPS = 2
+THREADS = 1
 MEMORY_GB = 4.0  # of a process: what a toy takes is not what a rehearsal asks about
 PATIENCE_SECONDS = 600.0  # of a call: a core may have ten processes
 MORE_ROWS = 2  # than a step has
 
 
 class ToyRun(Struct, frozen=True):
-    """The rehearsal of a run, and where its data come from, in words."""
+    """The rehearsal of a run, the models that it needs, where its data come from, in words, and the tokens of one of
+    its samples."""
 
     checked: Checked
+    models: tuple[ToyModel, ...]
     data: str
+    typical: float
 
 
 def toy_run(checked: Checked, scale: ToyScale, home: Path) -> ToyRun:
-    """The rehearsal of a run, with its models and data written to `home`. Raises ConfigError, OSError.
+    """The rehearsal of a run, with its data written to `home`, where its models are to be. Raises ConfigError, OSError.
 
     What binds the plan alone (allocation, constraints) is left out: the plan is given.
     """
     run = checked.run
-    models = _write_models(checked, scale, home)
+    toys, models = _toy_models(checked, scale, home)
     prompt, response = scale.shortened(scale.prompt), scale.shortened(scale.response)
     data = home / "data.jsonl"
     n_rows = scale.toy_groups * MORE_ROWS
@@ -57,7 +61,6 @@ def toy_run(checked: Checked, scale: ToyScale, home: Path) -> ToyRun:
         groups=scale.toy_groups,
         max_new_tokens=scale.shortened(run.batch.max_new_tokens),
         expected_new_tokens=None if expected is None else min(response, scale.shortened(expected)),
-        max_running=run.batch.max_running,
     )
     small = replace(
         run,
@@ -75,11 +78,12 @@ def toy_run(checked: Checked, scale: ToyScale, home: Path) -> ToyRun:
             min_deadline_seconds=PATIENCE_SECONDS,
             start_seconds=PATIENCE_SECONDS,
             lost_after_seconds=PATIENCE_SECONDS,
-            threads=1,
+            threads=THREADS,
         ),
     )
     graph = replace(checked.graph, models=models, calls=_toy_calls(checked.graph, scale))
-    return ToyRun(replace(checked, run=small, graph=graph), told)
+    typical = typical_tokens(checked.graph, rows, scale.sample)
+    return ToyRun(replace(checked, run=small, graph=graph), tuple(toys), told, typical)
 
 
 def on_cluster(checked: Checked, cluster: Cluster | None) -> Checked:
@@ -92,18 +96,19 @@ def on_cluster(checked: Checked, cluster: Cluster | None) -> Checked:
     return replace(checked, run=replace(checked.run, cluster=spec))
 
 
-def _write_models(checked: Checked, scale: ToyScale, home: Path) -> dict[str, ModelRole]:
-    """The roles with toy models in the place of theirs: one for each that the run has."""
-    folders: dict[tuple[str | None, str | None], Path] = {}
+def _toy_models(checked: Checked, scale: ToyScale, home: Path) -> tuple[list[ToyModel], dict[str, ModelRole]]:
+    """A toy model for each model that the run has, and the roles with these in the place of theirs."""
+    toys: dict[tuple[str | None, str | None, bool], ToyModel] = {}
     roles = {}
     for name, role in checked.graph.models.items():
-        key = (role.path, role.revision)
-        if key not in folders:
-            folders[key] = home / f"model-{len(folders)}"
+        scores = role.head != "lm" and not (role.trainable or role.ema_rate or role.init)
+        key = (role.path, role.revision, scores)
+        if key not in toys:
             config = toy_config(_config_of(checked, name, role), scale.sample + 1, scale.factor)
-            write_toy_model(folders[key], config, checked.run.seed + len(folders))
-        roles[name] = replace(role, path=str(folders[key]), revision=None, dtype="float64", master_dtype=None)
-    return roles
+            folder = str(home / f"model-{len(toys)}")
+            toys[key] = ToyModel(folder, config, checked.run.seed + len(toys) + 1, scores)
+        roles[name] = replace(role, path=toys[key].folder, revision=None, dtype="float64", master_dtype=None)
+    return list(toys.values()), roles
 
 
 def _config_of(checked: Checked, name: str, role: ModelRole) -> Mapping[str, Any]:

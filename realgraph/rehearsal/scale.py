@@ -5,20 +5,22 @@ import math
 from msgspec import Struct
 
 from realgraph.graphs.spec import Train
+from realgraph.planner.options.calls import mean_tokens, microbatches_of
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.request.request import PlanRequest
 
-LONGEST_SAMPLE = 16  # tokens of a rehearsal's longest sample, unless more workers share one
+LONGEST_SAMPLE = 12  # tokens of a rehearsal's longest sample, unless more workers share one
 TOKENS_A_CHUNK = 2  # of a sample that context-parallel workers share, each of them two chunks
-SAMPLES = 64  # of a rehearsal's step, unless ranks and mini-batches need more
+SAMPLES = 64  # of a rehearsal's step, unless ranks, mini-batches and micro-batches need more
 
 
 class ToyScale(Struct, frozen=True):
-    """Tokens of the longest prompt and response of the run, its groups a step, and the groups and the longest sample of
-    its rehearsal."""
+    """Tokens of the longest prompt and response of the run, and of its expected sample; its groups a step, and the
+    groups and the longest sample of its rehearsal."""
 
     prompt: int
     response: int
+    mean: float
     groups: int
     toy_groups: int
     longest: int = LONGEST_SAMPLE
@@ -37,10 +39,18 @@ class ToyScale(Struct, frozen=True):
         """Tokens of the rehearsal's longest sample."""
         return self.shortened(self.prompt) + self.shortened(self.response)
 
-    def tokens(self, tokens: int) -> int:
-        """Tokens of a micro-batch or a cache: such that as many of them hold a step as in the run."""
-        length = self.sample / (self.prompt + self.response)
-        return max(1, math.ceil(tokens * length * self.toy_groups / self.groups))
+    def samples(self, tokens: int) -> float:
+        """Samples of the rehearsal in the place of so many tokens of the run: of its expected length there."""
+        return tokens / self.mean * self.toy_groups / self.groups
+
+    def microbatch(self, tokens: int, typical: float) -> int:
+        """Tokens of a micro-batch, such that as many of them hold a step as in the run: of whole samples, at least of
+        the longest. typical: tokens of one of the rehearsal's samples."""
+        return max(self.sample, math.ceil(round(self.samples(tokens)) * typical))
+
+    def cache(self, tokens: int, typical: float) -> int:
+        """Tokens of a cache that holds as large a part of a step as in the run, and a sample at least."""
+        return max(self.sample, math.ceil(self.samples(tokens) * typical))
 
     def sequences(self, running: int) -> int:
         """Sequences that decode at once."""
@@ -48,13 +58,23 @@ class ToyScale(Struct, frozen=True):
 
 
 def scale_of(request: PlanRequest, plan: Plan) -> ToyScale:
-    """The scale that makes a step small, with a group for every rank in every mini-batch where the run has so many."""
+    """The scale that makes a step small, with a group for every rank in every mini-batch, and a sample for each of its
+    micro-batches, where the run has so many."""
     workload = request.workload
+    steps = {name: call.minibatches for name, call in request.graph.calls.items() if isinstance(call, Train)}
     ranks = max((allocation.layout.dp for allocation in plan.allocations.values()), default=1)
-    minibatches = max((call.minibatches for call in request.graph.calls.values() if isinstance(call, Train)), default=1)
-    each = ranks * minibatches
-    groups = each * math.ceil(SAMPLES / (each * workload.samples_per_group))
+    samples = SAMPLES
+    for name, allocation in plan.allocations.items():
+        count = microbatches_of(request, name, allocation, request.cluster)
+        samples = max(samples, count * allocation.layout.dp * steps.get(name, 1))
+    each = ranks * max(steps.values(), default=1)
+    groups = each * math.ceil(samples / (each * workload.samples_per_group))
     shared = max((allocation.layout.cp for allocation in plan.allocations.values()), default=1)
-    longest = max(LONGEST_SAMPLE, 2 * TOKENS_A_CHUNK * shared)
-    toy_groups = min(workload.groups, groups)
-    return ToyScale(workload.prompt_tokens, workload.max_new_tokens, workload.groups, toy_groups, longest)
+    return ToyScale(
+        prompt=workload.prompt_tokens,
+        response=workload.max_new_tokens,
+        mean=mean_tokens(request),
+        groups=workload.groups,
+        toy_groups=min(workload.groups, groups),
+        longest=max(LONGEST_SAMPLE, 2 * TOKENS_A_CHUNK * shared),
+    )

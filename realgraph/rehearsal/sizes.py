@@ -15,6 +15,8 @@ from realgraph.planner.plan.plan import Plan, reallocation_node
 from realgraph.planner.plan.residency import copies, reallocations
 from realgraph.planner.request.request import PlanRequest
 from realgraph.rehearsal.observer import StepsSeen
+from realgraph.runtime.parallel.cuts import is_expert, layout_boxes
+from realgraph.runtime.parallel.routes import cells_by_tensors
 
 TERMS = ("weights", "gradients", "optimizer")
 TOLERANCE = 0.02  # of device bytes: the planner divides norms over tensor-parallel ranks, which hold them whole
@@ -68,9 +70,6 @@ def _moved(seen: StepsSeen, request: PlanRequest, plan: Plan) -> Iterator[Counte
 
 def _least(request: PlanRequest, call: str, shapes: Shapes, layouts: tuple[Layout, Layout]) -> tuple[int, int]:
     """Bytes that the workers of the second layout lack beside those of the first, and that their nodes lack."""
-    from realgraph.runtime.parallel.exchange import layout_boxes
-    from realgraph.runtime.parallel.routes import cells_by_tensors
-
     model = request.model(call), request.role(call).head
     held, wanted = (layout_boxes(shapes, layout, model) for layout in layouts)
     node_of, lacked, between = request.cluster.node_of, 0, 0
@@ -117,9 +116,6 @@ def toy_excess(shapes: Shapes, model: tuple[ModelSpec, Head], layout: Layout, *,
 
     divided: of what the holders of the same parameters divide among them, of which experts may have more than the rest.
     """
-    from realgraph.runtime.parallel.cuts import is_expert
-    from realgraph.runtime.parallel.exchange import layout_boxes
-
     if layout.sharding == "replicated" and not cuts_model(layout):
         return 0.0
     whole = replace(layout, sharding="replicated")

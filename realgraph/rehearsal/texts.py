@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from realgraph.graphs.graph import Graph
-from realgraph.graphs.keys import MASK, TOKENS
+from realgraph.graphs.keys import MASK, OF_DATA, TOKENS
 from realgraph.rehearsal.models import CHARACTERS
 from realgraph.rehearsal.scale import ToyScale
 from realgraph.run_file.local_data import data_files
@@ -36,8 +36,11 @@ def real_rows(data: DataSpec, graph: Graph, scale: ToyScale, n_rows: int) -> lis
 
 def _toy_row(row: "DataRow", graph: Graph, scale: ToyScale) -> dict[str, Any]:
     toy: dict[str, Any] = dict(_texts(row.samples, scale)) if row.samples else {}
+    if row.group.keys() >= OF_DATA.keys():
+        tokens, mask = (row.group[name] for name in OF_DATA)
+        toy |= _texts([{TOKENS: tokens, MASK: mask}], scale)
     for key in graph.inputs:
-        if key.name in (TOKENS, MASK) and row.samples:
+        if key.name in OF_DATA or (key.name in (TOKENS, MASK) and row.samples):
             continue
         if key.type.level == "group":
             value = row.group[key.name]

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 
-def write_tokenizer(folder: Path, characters: str, eos: str, pad: str) -> dict[str, int]:
+def write_tokenizer(folder: Path, characters: str, eos: str | None, pad: str) -> dict[str, int]:
     """A tokenizer of one token a character, in the Hugging Face form; what it does not know is `pad`.
 
     Returns character -> token.

@@ -166,7 +166,8 @@ def _measured(planned: Planned, name: str, steps: Sequence[StepRecord]) -> tuple
     """Measurements of one call; none where its steps overlap, so that other work is done between its start and end."""
     request, allocation = planned.request, planned.plan.allocations[name]
     phase, seconds = phase_of(request.graph.calls[name]), _seconds(name, steps)
-    streams = phase == "generate" and request.workload.staleness > 0
+    beside = request.workload.staleness > 0 or len(request.graph.generates) > 1
+    streams = phase == "generate" and beside
     if not seconds or streams:
         return ()
     setting = setting_of(request, name, allocation.layout, request.cluster, request.costs.factors)

@@ -1,12 +1,13 @@
 """The last lines of a run, however it ended: the newest checkpoint, and which commands come next."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from realgraph.graphs.spec import Generate, Train
 from realgraph.planner.feasibility.diagnose import shown_bytes
+from realgraph.run.rollout_alone import measured_lines
 from realgraph.run.running import PreparedRun
 from realgraph.runtime.master.master import RunOutcome
 from realgraph.runtime.master.observer import RunRecord, StepRecord
@@ -19,8 +20,13 @@ def next_lines(outcome: RunOutcome, prepared: PreparedRun) -> Iterator[str]:
     calls = job.graph.calls.values()
     if not job.steps:
         return
+    steps = step_records(prepared)
     if outcome.ok:
-        yield from memory_lines(prepared)
+        yield from memory_lines(prepared, steps)
+    if job.rollout_alone:
+        yield from measured_lines(job.graph, steps)
+        yield f"  by step: {prepared.folder.metrics}"
+        return
     if not any(isinstance(call, Train) for call in calls):
         yield f"  samples: {prepared.folder.samples}"
         return
@@ -38,19 +44,26 @@ def next_lines(outcome: RunOutcome, prepared: PreparedRun) -> Iterator[str]:
         yield f'  try it: realgraph generate {place} "..."'
 
 
-def memory_lines(prepared: PreparedRun) -> Iterator[str]:
+def step_records(prepared: PreparedRun) -> list[StepRecord]:
+    """The steps that the run has on record."""
+    if not prepared.folder.metrics.exists():
+        return []
+    decode = msgspec.json.Decoder(RunRecord).decode
+    with prepared.folder.metrics.open("rb") as lines:
+        whole = (line for line in lines if line.endswith(b"\n"))  # a full disk has cut the last one off
+        return [record for record in map(decode, whole) if isinstance(record, StepRecord)]
+
+
+def memory_lines(prepared: PreparedRun, steps: Sequence[StepRecord]) -> Iterator[str]:
     """The most bytes that each call had on a device, beside those that the plan predicted; nothing where no step has
     said."""
-    decode, most = msgspec.json.Decoder(RunRecord).decode, dict[str, float]()
-    if not prepared.folder.metrics.exists():
-        return
-    with prepared.folder.metrics.open("rb") as lines:
-        for record in map(decode, lines):
-            if isinstance(record, StepRecord):
-                for call in prepared.job.plan.allocations:
-                    most[call] = max(most.get(call, 0.0), record.metrics.get(f"{call}/{PEAK_BYTES}", 0.0))
+    allocations = prepared.job.plan.allocations
+    most = {
+        call: max((step.metrics.get(f"{call}/{PEAK_BYTES}", 0.0) for step in steps), default=0.0)
+        for call in allocations
+    }
     shown = [
-        f"{call} {shown_bytes(int(nbytes))} ({shown_bytes(prepared.job.plan.allocations[call].peak_bytes)} planned)"
+        f"{call} {shown_bytes(int(nbytes))} ({shown_bytes(allocations[call].peak_bytes)} planned)"
         for call, nbytes in most.items()
         if nbytes
     ]

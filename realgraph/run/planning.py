@@ -19,17 +19,20 @@ from realgraph.planner.inputs.detect import AUTO, CPU, Probe, probe, resolve
 from realgraph.planner.inputs.model_spec import ModelSpec, load_model_spec
 from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.plan.codec import plan_from_json
-from realgraph.planner.plan.plan import Plan
+from realgraph.planner.plan.plan import Plan, Transport
 from realgraph.planner.request.cost_table import CostTable
-from realgraph.planner.request.engine_support import EngineSupport, run_support
+from realgraph.planner.request.engine_support import SGLANG_KIND, EngineSupport, run_support
+from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import Infeasible, reprice, search
+from realgraph.planner.search.simpler import simplest
 from realgraph.run_file.compose import Checked
 from realgraph.run_file.local_data import data_files, first_rows
 from realgraph.runtime.clusters.machines import Machine, machines_of
 from realgraph.runtime.clusters.ray_cluster import RayCluster
 from realgraph.runtime.clusters.slurm import the_allocation
 from realgraph.runtime.job.launch import HostsLaunch, LaunchSpec, LocalLaunch, RayLaunch, SlurmLaunch
+from realgraph.runtime.job.rollout import RolloutSpec
 from realgraph.runtime.processes.environment import variables
 from realgraph.screen.first_search import prepare_search
 
@@ -37,6 +40,8 @@ PLAN_HINT = "a plan is what `realgraph plan --out FILE` writes"
 MOST_SAMPLES = 1 << 30  # of a step
 TRIED_ROWS = 256  # of the data, to guess the mean length of a prompt
 CHARACTERS_PER_TOKEN = 4  # of English text under a vocabulary of 32,000 or more
+# of a number in a server's cache, by its `kv_cache_dtype`; others are as the role's dtype
+CACHE_BYTES = {"fp8_e4m3": 1, "fp8_e5m2": 1, "bf16": 2, "bfloat16": 2}
 SMALL_VOCABULARY = 2000  # with fewer tokens a token is about a character
 
 
@@ -71,7 +76,8 @@ def request_for(
             problems += error.problems
     workload = with_lengths(workload_of(checked, models), asked.lengths or asked.costs.lengths)
     problems += [*_no_room(checked, models, workload), *_too_many(checked, workload)]
-    problems += without_routes(checked, models, run_support())
+    engine = run_support(checked.run.rollout.engine)
+    problems += [*without_routes(checked, models, engine), *_server_problems(checked)]
     try:
         cluster = cluster_of(checked.run.cluster, checked.run.launch)
     except ConfigError as error:
@@ -79,16 +85,20 @@ def request_for(
         raise ConfigError(_placed(checked, problem) for problem in problems) from None
     if problems:
         raise ConfigError(problems)
-    pins = {name: pin for name, pin in checked.run.allocation.items() if name in checked.graph.calls}
+    if spread := _spread(checked, cluster):
+        raise ConfigError([spread])
+    engine = engine_of(checked.run.rollout, cluster)
+    pinned = {name: pin for name, pin in checked.run.allocation.items() if name in checked.graph.calls}
     return PlanRequest(
         graph=checked.graph,
         workload=workload,
         cluster=cluster,
         models=models,
-        pins=pins,
-        engine=run_support(),
+        pins={name: _of_servers(checked, name, pin) for name, pin in pinned.items()},
+        engine=engine,
         costs=_costs_for(cluster, asked, checked.where("$.cluster.kind")),
         constraints=checked.run.constraints,
+        memory=checked.run.memory,
     )
 
 
@@ -121,10 +131,12 @@ def hub_cache_folder(environment: Mapping[str, str]) -> Path:
 def workload_of(checked: Checked, models: dict[str, ModelSpec]) -> Workload:
     """The run's step. Prompts are as long as the run allows and the models have positions for."""
     run = checked.run
-    generates = [call for call in checked.graph.calls.values() if isinstance(call, Generate)]
+    generates = [checked.graph.calls[name] for name in checked.graph.generates]
     limit = run.batch.max_new_tokens
-    longest = max((call.most_new_tokens(limit) for call in generates), default=limit)
-    expected = min(run.batch.expected_new_tokens or (longest + 1) // 2, longest)
+    most = [call.most_new_tokens(limit) for call in generates if isinstance(call, Generate)]
+    longest = max(most, default=limit)
+    own = most[0] if most else limit  # of the call that makes the samples of a group
+    expected = min(run.batch.expected_new_tokens or (own + 1) // 2, own)
     positions = [model.max_positions - longest for model in models.values() if model.max_positions > longest]
     prompt = min([run.data.max_prompt_tokens, *positions])
     return Workload(
@@ -136,7 +148,7 @@ def workload_of(checked: Checked, models: dict[str, ModelSpec]) -> Workload:
         staleness=run.staleness,
         max_tokens_per_microbatch=run.batch.max_tokens_per_microbatch,
         mean_prompt_tokens=_mean_prompt_tokens(checked, models, prompt),
-        max_running=run.batch.max_running,
+        max_running=run.rollout.max_running,
     )
 
 
@@ -186,7 +198,7 @@ def plan_for(checked: Checked, request: PlanRequest) -> Plan:
     """The planner's choice. Raises ConfigError, `Infeasible` where no plan fits, placed in the user's files."""
     prepare_search()
     try:
-        return search(request)
+        return simplest(request, search(request))
     except Infeasible as error:
         problems = [_placed(checked, problem) for problem in error.problems]
         raise Infeasible(problems, error.conflict, error.changes) from None
@@ -239,6 +251,68 @@ def without_routes(checked: Checked, models: Mapping[str, ModelSpec], engine: En
         elif not engine.records_routes:
             text = f"{engine.name} do not tell which experts a token went to, so there is nothing to replay"
             yield Problem(where, text, "leave it out, or generate with the embedded engine", "routing_replay")
+
+
+def _server_problems(checked: Checked) -> Iterator[Problem]:
+    """Faults of a graph that SGLang servers can't generate for, and of URLs that are not as many as devices."""
+    rollout, graph = checked.run.rollout, checked.graph
+    if rollout.engine != SGLANG_KIND:
+        return
+    generates = {name: call for name, call in graph.calls.items() if isinstance(call, Generate)}
+    if not generates:
+        hint = "leave rollout.engine out"
+        yield Problem(checked.where("$.rollout.engine"), f"the graph {graph.name!r} generates nothing", hint, "sglang")
+    if len(generates) > 1:
+        text = f"SGLang servers generate for one call, and the graph has several: {', '.join(generates)}"
+        yield Problem(checked.where("$.rollout.engine"), text, "generate with the embedded engine", "sglang")
+    for name, call in generates.items():
+        for key, cuts in (("top_p", call.top_p < 1), ("top_k", call.top_k > 0)):
+            if cuts and call.temperature > 0:
+                text = f"SGLang gives log-probabilities without {key}, which are not those that tokens are drawn with"
+                hint = f"leave {key} out, or generate with the embedded engine"
+                yield Problem(checked.where(f"$.calls.{name}.{key}"), text, hint, "sglang")
+        pin, n = checked.run.allocation.get(name, Pin()), len(rollout.urls)
+        replicas = pin.dp or (pin.devices // pin.tp if pin.devices and pin.tp else n)
+        if n and pin.devices is not None and (pin.devices % n or replicas != n):
+            text = f"{name!r} has {pin.devices} devices, and {n} servers are given"
+            yield Problem(checked.where("$.rollout.urls"), text, "give one for each dp replica of the call", "sglang")
+
+
+def engine_of(rollout: RolloutSpec, cluster: Cluster) -> EngineSupport:
+    """The abilities of a run's engines: those of its kind, as `rollout` and the cluster bound them."""
+    support = run_support(rollout.engine)
+    if rollout.engine != SGLANG_KIND:
+        return support
+    given = {name.lstrip("-").replace("-", "_"): value for name, value in rollout.server_args.items()}
+    nbytes = CACHE_BYTES.get(str(given.get("kv_cache_dtype", "auto")))
+    return msgspec.structs.replace(support, generate_transports=_ways(rollout, cluster), cache_bytes=nbytes)
+
+
+def _of_servers(checked: Checked, name: str, pin: Pin) -> Pin:
+    """The pin of a generate call whose servers are given: one for each replica, the devices shared out among them."""
+    urls = checked.run.rollout.urls
+    if not urls or not isinstance(checked.graph.calls[name], Generate) or pin.devices is None:
+        return pin
+    return msgspec.structs.replace(pin, dp=len(urls), tp=pin.devices // len(urls))
+
+
+def _ways(rollout: RolloutSpec, cluster: Cluster) -> tuple[Transport, ...]:
+    """Ways of new weights to servers: by broadcast between devices, or by files in the host's memory.
+
+    On CPUs the plan never broadcasts of its own accord: gloo copies over sockets what the other way maps.
+    """
+    if rollout.weights == "broadcast":
+        return ("device",)
+    broadcasts = rollout.weights == "auto" and not rollout.urls and not cluster.is_cpu and cluster.nodes == 1
+    return ("device", "host") if broadcasts else ("host",)
+
+
+def _spread(checked: Checked, cluster: Cluster) -> Problem | None:
+    """Broadcasts that would leave their host."""
+    if checked.run.rollout.weights != "broadcast" or cluster.nodes == 1:
+        return None
+    text = f"weights are broadcast on one host only, and the cluster has {cluster.nodes}"
+    return Problem(checked.where("$.rollout.weights"), text, "leave it out: servers read them from disk", "sglang")
 
 
 def _too_many(checked: Checked, workload: Workload) -> Iterator[Problem]:

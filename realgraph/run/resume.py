@@ -70,7 +70,7 @@ def prepare_resume(root: Path, overrides: Sequence[str], options: ResumeOptions 
     layout. The caller owns the directory. Raises ConfigError.
     """
     folder = run_at(root)
-    old = _old_job(folder)
+    old = read_job(folder)
     try:
         recover(folder)
     except OSError as error:
@@ -119,8 +119,8 @@ class _Planned(Struct, frozen=True):
     plan: "_Planned | None" = None
 
 
-def _old_job(folder: RunFolder) -> Job:
-    """The job of a run that goes on. Raises ConfigError, with a word for plans of other versions."""
+def read_job(folder: RunFolder) -> Job:
+    """The job of a run. Raises ConfigError, with a word for plans of other versions."""
     try:
         content = read_file(folder.job)
         head = msgspec.json.decode(content, type=_Planned).plan

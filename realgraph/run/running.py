@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
+from itertools import chain, count
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,7 @@ from realgraph.run_file.compose import Checked, check_run
 from realgraph.run_file.function_variables import refuse_unset
 from realgraph.run_file.resolved import resolved_text
 from realgraph.runtime.data.sums import sums_of
+from realgraph.runtime.job.eval_engines import eval_on_mistake
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.run_folder import RunFolder, exclusive, write_atomic
 from realgraph.runtime.master.checkpoint_folders import point_best, set_aside
@@ -90,8 +92,11 @@ def request_with(checked: Checked, costs_file: Path | None) -> PlanRequest:
 
 
 def job_of(checked: Checked, request: PlanRequest, plan: Plan, folder: RunFolder) -> Job:
-    """Everything the runtime needs."""
+    """Everything the runtime needs. Raises ConfigError where the plan has no engine that could evaluate as asked."""
     run = checked.run
+    on = run.eval.on if run.eval is not None and run.eval.active else None
+    if on is not None and (mistake := eval_on_mistake(checked.graph, plan, on)) is not None:
+        raise ConfigError([Problem(checked.where("$.eval.on"), *mistake, "eval")])
     return Job(
         name=checked.name,
         graph=checked.graph,
@@ -110,8 +115,17 @@ def job_of(checked: Checked, request: PlanRequest, plan: Plan, folder: RunFolder
         checkpoint=run.checkpoint,
         outputs=run.outputs,
         runtime=run.runtime,
+        rollout=run.rollout,
         params=dict(run.params),
     )
+
+
+def beside(prepared: PreparedRun, job: Job, what: str) -> PreparedRun:
+    """The run with another job, in a directory of its own next to it: `<run>-<what>`, or `<run>-<what>-2`, ..."""
+    first = prepared.folder.root.with_name(f"{prepared.folder.root.name}-{what}")
+    others = (first.with_name(f"{first.name}-{number}") for number in count(2))
+    own = RunFolder(next(path for path in chain([first], others) if not path.exists()))
+    return msgspec.structs.replace(prepared, job=msgspec.structs.replace(job, run_dir=str(own.root)), folder=own)
 
 
 def with_sums(job: Job) -> Job:

@@ -11,8 +11,8 @@ from realgraph.graphs.check.warnings import warnings_of
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
 from realgraph.graphs.facts import Facts
 from realgraph.graphs.graph import Graph
-from realgraph.graphs.keys import MASK, TOKENS
-from realgraph.graphs.spec import Function, Generate, GraphSpec, Inference, Train
+from realgraph.graphs.keys import MASK, OF_DATA, TOKENS
+from realgraph.graphs.spec import Generate, GraphSpec, Inference, Train
 from realgraph.graphs.yaml.document import (
     COMMAND_LINE,
     Document,
@@ -39,12 +39,13 @@ from realgraph.graphs.yaml.load import (
 from realgraph.graphs.yaml.schema import check, prepare, type_of
 from realgraph.planner.inputs.detect import AUTO
 from realgraph.planner.inputs.devices import device_kind
+from realgraph.run_file.eval_checks import eval_mistakes
 from realgraph.run_file.local_data import LocalData, data_files, is_hub_id, probe_data
 from realgraph.run_file.local_models import model_problems
+from realgraph.run_file.rollout_checks import rollout_mistakes
 from realgraph.run_file.run_spec import RunSpec
 from realgraph.run_file.template_checks import template_mistakes
 from realgraph.run_file.user_code import function_problems, functions_folder
-from realgraph.runtime.job.job import EvalSpec
 
 
 class Composed(Struct, frozen=True):
@@ -214,6 +215,10 @@ def _with_absolute_paths(document: Document, graph_file: Path, file: Path) -> tu
     tree["data"] = place(tree["data"], "$.data", "data set")
     if isinstance(evaluation := tree.get("eval"), dict):
         tree["eval"] = {**evaluation, "data": place(evaluation.get("data"), "$.eval.data", "data set")}
+    rollout = tree.get("rollout")
+    if isinstance(rollout, dict) and isinstance(given := rollout.get("python"), str) and "/" in given:
+        base = Path.cwd() if document.where("$.rollout.python").file == COMMAND_LINE else file.parent
+        tree["rollout"] = {**rollout, "python": str(base / Path(given).expanduser())}
     outputs = tree.get("outputs")
     if isinstance(outputs, dict) and isinstance(given := outputs.get("dir"), str):
         base = Path.cwd() if document.where("$.outputs.dir").file == COMMAND_LINE else file.parent
@@ -280,7 +285,8 @@ def _eval_data_problems(composed: Composed, graph: Graph) -> Sequence[Problem]:
         columns = probe_data(spec.path, 1, composed.where("$.eval.data.path")).columns
     except ConfigError as error:
         return error.problems
-    mapped = {key.name: spec.columns.get(key.name, key.name) for key in graph.inputs if key.name not in (TOKENS, MASK)}
+    made = (TOKENS, MASK, *OF_DATA)
+    mapped = {key.name: spec.columns.get(key.name, key.name) for key in graph.inputs if key.name not in made}
     return [
         Problem(
             composed.where(f"$.eval.data.columns.{name}"),
@@ -300,6 +306,7 @@ def facts_of(run: RunSpec, data: LocalData) -> Facts:
         columns=data.columns,
         n_rows=data.n_rows,
         groups=run.batch.groups,
+        surplus=run.batch.surplus,
         steps=run.steps,
         staleness=run.staleness,
         max_new_tokens=run.batch.max_new_tokens,
@@ -337,7 +344,10 @@ def _run_problems(composed: Composed) -> Iterator[Problem]:
         for path, text, hint in template_mistakes(data, place):
             yield Problem(composed.where(path), text, hint, "template")
     if run.eval is not None:
-        yield from _eval_problems(composed, run.eval)
+        for path, text, hint in eval_mistakes(run, run.eval, composed.spec):
+            yield Problem(composed.where(path), text, hint, "eval")
+    for path, text, hint in rollout_mistakes(run.rollout):
+        yield Problem(composed.where(path), text, hint, "rollout")
 
 
 def _constrained_calls(composed: Composed) -> Iterator[Problem]:
@@ -368,21 +378,3 @@ def _device_kinds(composed: Composed) -> Iterator[Problem]:
             device_kind(kind, composed.where(path))
         except ConfigError as error:
             yield from error.problems
-
-
-def _eval_problems(composed: Composed, spec: EvalSpec) -> Iterator[Problem]:
-    """An evaluation that could not run, or whose numbers would mean nothing."""
-    run, calls = composed.run, composed.spec.calls
-    functions = [name for name, call in calls.items() if isinstance(call, Function)]
-    if spec.call not in functions:
-        text = f"{spec.call!r} is not a function call of the graph, so it can't score samples"
-        yield Problem(composed.where("$.eval.call"), text, suggest(spec.call, functions), "eval")
-    if max(spec.k, default=1) > spec.n:
-        text = f"pass@{max(spec.k)} needs at least {max(spec.k)} samples a prompt, but eval.n is {spec.n}"
-        yield Problem(composed.where("$.eval.k"), text, f"set eval.n to {max(spec.k)} or more", "eval")
-    if spec.n > 1 and spec.temperature == 0:
-        text = f"greedy decoding gives the same text {spec.n} times"
-        yield Problem(composed.where("$.eval.n"), text, "set eval.temperature above 0, or eval.n to 1", "eval")
-    if spec.data is None and spec.every and data_files(run.data.path):
-        text = "the training data are files, which have no test split to evaluate on"
-        yield Problem(composed.where("$.eval"), text, "give eval.data: {path: ...}, or eval.every: 0", "eval")

@@ -73,7 +73,10 @@ def scalar(value: Tree) -> str:
 def plain(value: Tree) -> str:
     """One value in YAML as it is: a key, in which the loader resolves no reference."""
     readable = not isinstance(value, str) or value.isprintable()
-    text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10**9, allow_unicode=readable)
+    style = None if readable else '"'  # the one style that keeps line breaks on one line
+    text = yaml.dump(
+        value, Dumper=Dumper, default_flow_style=True, default_style=style, width=10**9, allow_unicode=readable
+    )
     return text.removesuffix("\n").removesuffix("\n...").strip()
 
 

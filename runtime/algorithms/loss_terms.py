@@ -21,6 +21,7 @@ from realgraph.graphs.maths import (
     Entropy,
     Ignore,
     LoadBalance,
+    Masked,
     NoClip,
     OffPolicy,
     PolicyGradient,
@@ -126,7 +127,7 @@ def policy_gradient(term: PolicyGradient, view: View) -> tuple[Tensor, Stats]:
     """The negated surrogate objective of every masked token.
 
     r = policy / anchor per token, or the geometric mean over the sample (GSPO, arXiv:2507.18071, eq. 7). The anchor is
-    the behaviour policy; under `truncated` and `decoupled` it is the proximal policy, and the loss is weighted by
+    the behaviour policy; under all other corrections it is the proximal policy, and the loss is weighted by
     proximal / behaviour (AReaL, arXiv:2505.24298, eq. 5), at the level of r. Where the batch has no proximal
     log-probabilities, the current ones are taken, detached: exact for the first optimizer step of a batch. Without a
     ratio the loss is -A log p (REINFORCE) and `clip` has no say. Returns [T].
@@ -139,9 +140,10 @@ def policy_gradient(term: PolicyGradient, view: View) -> tuple[Tensor, Stats]:
         losses, clipped = surrogate(term.clip, log_ratio, advantage, logprobs)
         stats = _ratio_stats(view, log_ratio, clipped)
     if log_weight is not None:
-        weight, exceeded = importance_weight(term.off_policy, log_weight)
+        weight, exceeded = importance_weight(term.off_policy, log_weight, view)
         losses = weight * losses
         stats |= {"importance_weight": view.mean(weight), "masked_share": view.mean(exceeded)}
+        stats |= _behaviour_stats(view, log_weight)
     return losses, stats | {"advantage": view.mean(advantage)}
 
 
@@ -181,10 +183,11 @@ def surrogate(clip: Clip, log_ratio: Tensor, advantage: Tensor, logprobs: Tensor
             return -gain, clipped
 
 
-def importance_weight(off_policy: OffPolicy, log_weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[T] constant weight and [T] bool: where proximal / behaviour exceeded the cap. `log_weight`: [T].
+def importance_weight(off_policy: OffPolicy, log_weight: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    """[T] constant weight and [T] bool: where proximal / behaviour is beyond its bounds. `log_weight`: [T].
 
-    Beyond the cap `truncated` and `clamp` give the cap, `mask` gives 0: that token has no part in the loss.
+    Beyond the cap `truncated` and `clamp` give the cap. `mask` and `masked` give 0: that token has no part in the loss,
+    and under `level: sequence` no token of its sample has.
     """
     weight = log_weight.detach().exp()
     match off_policy:
@@ -194,6 +197,11 @@ def importance_weight(off_policy: OffPolicy, log_weight: Tensor) -> tuple[Tensor
             return weight.clamp(max=cap), weight > cap
         case Decoupled(cap=cap):
             return torch.where(weight > cap, torch.zeros_like(weight), weight), weight > cap
+        case Masked(low=low, high=high, level=level):
+            mean = view.sample_means(log_weight.detach())[view.index]
+            ratio = mean.exp() if level == "sequence" else weight
+            beyond = (ratio < low) | (ratio > high)
+            return torch.where(beyond, torch.zeros_like(weight), weight), beyond
 
 
 def _ratio_stats(view: View, log_ratio: Tensor, clipped: Tensor) -> Stats:
@@ -208,6 +216,18 @@ def _ratio_stats(view: View, log_ratio: Tensor, clipped: Tensor) -> Stats:
     if len(ratio):
         stats["ratio_max"] = Largest(torch.where(view.mask, ratio, 0.0).max())
     return stats
+
+
+def _behaviour_stats(view: View, log_weight: Tensor) -> Stats:
+    """behaviour_kl, k3 of KL(behaviour || proximal); behaviour_ratio, proximal / behaviour before any cap, and its
+    square: of n tokens ratio^2 / square x n are worth as much as tokens of the proximal policy itself (Kish 1965)."""
+    log_weight = view.sampled(log_weight.detach().double())
+    ratio = log_weight.exp()
+    return {
+        "behaviour_kl": view.mean(kl(torch.zeros_like(log_weight), log_weight, "k3")),
+        "behaviour_ratio": view.mean(ratio),
+        "behaviour_ratio_square": view.mean(ratio.square()),
+    }
 
 
 def kl_penalty(term: KL, view: View) -> tuple[Tensor, Stats]:

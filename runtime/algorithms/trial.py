@@ -3,7 +3,7 @@
 A real call of the function on real tensors: what it looks up, what it returns and of which shape are those of the run.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -21,7 +21,6 @@ from realgraph.runtime.batch import Outputs, Packed
 from realgraph.runtime.functions.functions import load_applied
 from realgraph.runtime.store.assemble import TORCH_DTYPES
 
-N_GROUPS = 2
 PROMPT_TOKENS = 2  # responses of 1 to 4 follow
 SEED = 0
 
@@ -33,7 +32,7 @@ class Trial(Struct, frozen=True):
     entry: str
     fns: dict[str, str]  # path of `fn` -> function, of the call's entries
     keys: dict[str, KeyType]  # all that the call reads
-    samples_per_group: int
+    group_sizes: tuple[int, ...]  # of the made-up batch, such as a run may have
     dtype: str  # of the trained role
     folder: str  # of the user's functions
 
@@ -41,7 +40,7 @@ class Trial(Struct, frozen=True):
 def try_entry(trial: dict[str, Any]) -> dict[str, str]:
     """Run one `apply` entry: `problem` says why it can't be run, `note` what a person should know of it; else ''."""
     given = msgspec.convert(trial, Trial)
-    batch = made_up(given.keys, given.samples_per_group)
+    batch = made_up(given.keys, given.group_sizes)
     try:
         loaded = load_applied(given.fns, given.folder)
         note = _tried(given, batch, loaded)
@@ -55,7 +54,7 @@ def try_entry(trial: dict[str, Any]) -> dict[str, str]:
 
 def _refuse_changes(trial: Trial, batch: Packed) -> None:
     """A function that changes the batch changes it for the terms after it. Raises AppliedError."""
-    before = made_up(trial.keys, trial.samples_per_group)
+    before = made_up(trial.keys, trial.group_sizes)
     pairs = {"batch.tokens": (before.tokens, batch.tokens), "batch.mask": (before.mask, batch.mask)}
     pairs |= {f"the key {name!r}": (before.token_keys[name], batch.token_keys[name]) for name in batch.token_keys}
     pairs |= {f"the key {name!r}": (before.sample_keys[name], batch.sample_keys[name]) for name in batch.sample_keys}
@@ -105,9 +104,10 @@ def _outputs(batch: Packed, dtype: torch.dtype) -> Outputs:
     return Outputs(*(tensor.requires_grad_() for tensor in tensors))
 
 
-def made_up(keys: Mapping[str, KeyType], samples_per_group: int) -> Packed:
-    """A batch of two groups with numbers for every numeric key. Samples differ in length, as real ones do."""
-    n = N_GROUPS * samples_per_group
+def made_up(keys: Mapping[str, KeyType], group_sizes: Sequence[int]) -> Packed:
+    """A batch of groups with so many samples each, and numbers for every numeric key. Samples differ in length, as real
+    ones do."""
+    n = sum(group_sizes)
     lengths = tuple(PROMPT_TOKENS + 1 + i % 4 for i in range(n))
     random = torch.Generator().manual_seed(SEED)
     token_keys: dict[str, Tensor] = {}
@@ -118,7 +118,9 @@ def made_up(keys: Mapping[str, KeyType], samples_per_group: int) -> Packed:
         if key.level == "token":
             token_keys[name] = _numbers(name, key, sum(lengths), random)
         elif key.level == "group":
-            sample_keys[name] = _numbers(name, key, N_GROUPS, random).repeat_interleave(samples_per_group)
+            sample_keys[name] = _numbers(name, key, len(group_sizes), random).repeat_interleave(
+                torch.tensor(group_sizes)
+            )
         else:
             sample_keys[name] = _numbers(name, key, n, random)
     return Packed(
@@ -126,7 +128,7 @@ def made_up(keys: Mapping[str, KeyType], samples_per_group: int) -> Packed:
         lengths=lengths,
         mask=torch.cat([torch.arange(length) >= PROMPT_TOKENS for length in lengths]),
         samples=tuple(range(n)),
-        groups=tuple(i // samples_per_group for i in range(n)),
+        groups=tuple(group for group, size in enumerate(group_sizes) for _ in range(size)),
         token_keys=token_keys,
         sample_keys=sample_keys,
     )

@@ -1,7 +1,7 @@
 """Keys and values of the running sequences, by page. Knows no sequence and no attention."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,11 +104,11 @@ class KVCache:
         self.pages = 0
         self.epoch += 1
 
-    def copy(self, to: Sequence[int], source: Sequence[int]) -> None:
-        """Pages `to` take what pages `source` hold."""
+    def copy(self, to: Sequence[int], source: Sequence[int], numbers: Iterable[int] | None = None) -> None:
+        """Pages `to` take what pages `source` hold. numbers: of the layers, where they are not all."""
         into = torch.tensor(to, device=self.shape.device)
         start = torch.tensor(source, device=self.shape.device)
-        for layer in self.layers:
+        for layer in self.layers if numbers is None else [self.layers[self._place[number]] for number in numbers]:
             layer[:, into] = layer[:, start]
 
     def store(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> None:

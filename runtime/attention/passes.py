@@ -85,6 +85,20 @@ def _places(tables: Tensor, positions: Tensor) -> Tensor:
     return tables.gather(1, positions // PAGE_TOKENS) * PAGE_TOKENS + positions % PAGE_TOKENS
 
 
+class CacheRows:
+    """The rows of a cache, see `KVCache.rows_of`, for tables of pages; where it grows between two layers, anew."""
+
+    def __init__(self, cache: KVCache, tables: Sequence[Tensor]) -> None:
+        self._cache, self._tables = cache, tables
+        self._epoch, self._rows = cache.epoch, [cache.rows_of(each) for each in tables]
+
+    def now(self) -> list[Tensor]:
+        """The rows of each table."""
+        if self._epoch != self._cache.epoch:
+            self._epoch, self._rows = self._cache.epoch, [self._cache.rows_of(each) for each in self._tables]
+        return self._rows
+
+
 class DecodePass:
     """One new token for each of n sequences.
 
@@ -100,7 +114,7 @@ class DecodePass:
         self._positions = positions
         self._segments = segments
         self._places = _places(tables, positions[:, None])[:, 0]
-        self._rows = [cache.rows_of(tables[low:high, : pages_for(length)]) for low, high, length in segments]
+        self._rows = CacheRows(cache, [tables[low:high, : pages_for(length)] for low, high, length in segments])
         self._masks: dict[int | None, list[Tensor]] = {}
         self.alike: Alike | None = None
 
@@ -119,7 +133,7 @@ class DecodePass:
         packed = query.reshape(n, key.shape[1], heads // key.shape[1], dim)
         masks = self._mask(head.window, query.dtype)
         parts = []
-        for (low, high, length), rows, mask in zip(self._segments, self._rows, masks, strict=True):
+        for (low, high, length), rows, mask in zip(self._segments, self._rows.now(), masks, strict=True):
             keys, values = self._cache.load(layer, rows, high - low, length)
             parts.append(attend(packed[low:high], keys, values, mask, head))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(n, 1, heads, dim)
@@ -155,7 +169,7 @@ class PrefillPass:
         self._fresh = not any(starts)
         places = _places(self._tables, self.positions)
         self._places = torch.where(steps < count, places, 0).view(-1)
-        self._rows = None if self._fresh else cache.rows_of(self._tables)
+        self._rows = None if self._fresh else CacheRows(cache, [self._tables])
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], head: Head) -> Tensor:
@@ -164,7 +178,7 @@ class PrefillPass:
         n, _, width, _ = query.shape
         self._cache.store(layer, self._places, key.transpose(1, 2), value.transpose(1, 2))
         if self._rows is not None:
-            key, value = self._cache.load(layer, self._rows, n, self._length)
+            key, value = self._cache.load(layer, self._rows.now()[0], n, self._length)
         elif head.softcap is None and (head.window is None or width <= head.window):
             out = scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=head.scale, enable_gqa=query.shape[1] != key.shape[1]

@@ -98,11 +98,14 @@ class StepEnded(Struct, frozen=True, tag=True):
     n_new_tokens: int  # of them, sampled
     n_skipped: int  # groups whose prompt was too long, while this step's groups were made
     n_dropped: int  # groups that were filtered out meanwhile
+    n_surplus: int  # groups that were begun beyond what batches need, and discarded
+    n_left_out: int  # samples of its groups that a function has left out
     age: Mean  # over samples: completed train steps since the oldest token
     oldest: int  # the largest of these ages
     versions: dict[str, int]  # role -> completed train calls
     transcripts: tuple[str, ...]
-    lengths: tuple[int, ...] = ()  # new tokens at equal steps of probability, rising; none where nothing was generated
+    lengths: tuple[int, ...] = ()  # new tokens of all its groups' samples at equal steps of probability, rising
+    age_p95: int = 0  # 95 % of the groups are no older
 
 
 class EvalEnded(Struct, frozen=True, tag=True):
@@ -125,6 +128,13 @@ class CheckpointWritten(Struct, frozen=True, tag=True):
     state: Checkpointed
 
 
+class EngineLost(Struct, frozen=True, tag=True):
+    """An engine is gone, and the run goes on without it; `text` says so for people."""
+
+    worker: int
+    text: str
+
+
 class Halt(Struct, frozen=True, tag=True):
     """The run has ended: in order where `error` is None. Nothing follows."""
 
@@ -132,4 +142,4 @@ class Halt(Struct, frozen=True, tag=True):
     reason: str
 
 
-Action = Send | StepEnded | EvalEnded | CheckpointWritten | Halt
+Action = Send | StepEnded | EvalEnded | CheckpointWritten | EngineLost | Halt

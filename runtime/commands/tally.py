@@ -15,18 +15,19 @@ class TallyImage(Struct, frozen=True):
     spans: dict[str, tuple[float, float]]
     n_skipped: int
     n_dropped: int
+    n_surplus: int
 
 
 class StepTally:
     """Sums over the replies that belong to one step."""
 
-    __slots__ = ("_metrics", "_spans", "n_dropped", "n_skipped", "transcripts")
+    __slots__ = ("_metrics", "_spans", "n_dropped", "n_skipped", "n_surplus", "transcripts")
 
     def __init__(self) -> None:
         self._metrics: dict[str, dict[str, list[float] | Max]] = {}
         self._spans: dict[str, list[float]] = {}
         self.transcripts: list[str] = []
-        self.n_skipped = self.n_dropped = 0
+        self.n_skipped = self.n_dropped = self.n_surplus = 0
 
     def add(self, call: str, metrics: Mapping[str, Metric], started: float, ended: float) -> None:
         """Merge one worker's report of `call`; started and ended in seconds, both 0 where it has none."""
@@ -52,6 +53,15 @@ class StepTally:
                 if ended > span[1]:
                     span[1] = ended
 
+    def absorb(self, other: "StepTally") -> None:
+        """Add all of another one."""
+        spans = other._spans
+        for call in {*other._metrics, *spans}:
+            self.add(call, other.metrics.get(call, {}), *spans.get(call, (0.0, 0.0)))
+        self.n_skipped, self.n_dropped = self.n_skipped + other.n_skipped, self.n_dropped + other.n_dropped
+        self.n_surplus += other.n_surplus
+        self.transcripts += other.transcripts
+
     @property
     def metrics(self) -> dict[str, dict[str, Metric]]:
         """call -> name -> mean or maximum over all workers."""
@@ -69,7 +79,7 @@ class StepTally:
     def image(self) -> TallyImage:
         """All that it has but the samples to show."""
         spans = {call: (started, ended) for call, (started, ended) in self._spans.items()}
-        return TallyImage(self.metrics, spans, self.n_skipped, self.n_dropped)
+        return TallyImage(self.metrics, spans, self.n_skipped, self.n_dropped, self.n_surplus)
 
     @staticmethod
     def restored(image: TallyImage) -> "StepTally":
@@ -78,7 +88,7 @@ class StepTally:
         for call, metrics in image.metrics.items():
             tally.add(call, metrics, 0.0, 0.0)
         tally._spans = {call: list(span) for call, span in image.spans.items()}
-        tally.n_skipped, tally.n_dropped = image.n_skipped, image.n_dropped
+        tally.n_skipped, tally.n_dropped, tally.n_surplus = image.n_skipped, image.n_dropped, image.n_surplus
         return tally
 
 

@@ -22,7 +22,7 @@ class TaskImage(Struct, frozen=True):
     started: float
     deadline: float
     groups: tuple[int, ...]
-    kept: dict[int, bool]
+    left_out: dict[int, tuple[int, ...]]
     state: dict[str, float]
     tally: int  # its number
 
@@ -36,9 +36,12 @@ class TasksImage(Struct, frozen=True):
 
 
 class Task:
-    """One command to one or more workers. `groups`: of a streaming function, the groups it works on."""
+    """One command to one or more workers. `groups`: of a streaming function, the groups it works on; `left_out`: the
+    samples of these that it has left out, by group."""
 
-    __slots__ = ("call", "deadline", "groups", "kept", "kind", "number", "started", "state", "step", "tally", "waiting")
+    __slots__ = (
+        *("call", "deadline", "groups", "kind", "left_out", "number", "started", "state", "step", "tally", "waiting"),
+    )
 
     def __init__(self, number: int, kind: TaskKind, call: str, step: int) -> None:
         self.number, self.call, self.step = number, call, step
@@ -46,7 +49,7 @@ class Task:
         self.waiting: set[int] = set()
         self.started = self.deadline = 0.0
         self.groups: tuple[int, ...] = ()
-        self.kept: dict[int, bool] = {}
+        self.left_out: dict[int, tuple[int, ...]] = {}
         self.state: dict[str, float] = {}
         self.tally = StepTally()
 
@@ -133,7 +136,7 @@ class Tasks:
                 task.started,
                 task.deadline,
                 task.groups,
-                dict(task.kept),
+                dict(task.left_out),
                 dict(task.state),
                 tallies.of(task.tally),
             )
@@ -149,7 +152,7 @@ class Tasks:
         for entry in image.flying:
             task = Task(entry.number, entry.kind, entry.call, entry.step)
             task.waiting, task.started, task.deadline = set(entry.waiting), entry.started, entry.deadline
-            task.groups, task.kept, task.state = entry.groups, dict(entry.kept), dict(entry.state)
+            task.groups, task.left_out, task.state = entry.groups, dict(entry.left_out), dict(entry.state)
             task.tally = tallies[entry.tally]
             self.flying[task.number] = task
             self._due.append((task.deadline, task.number, -1))

@@ -93,9 +93,10 @@ def decoder_layer(module: Any) -> Layer:
     )
 
 
-def lean_applies(module: Any) -> bool:
+def lean_applies(module: Any, called: frozenset[nn.Module] = frozenset()) -> bool:
     """True where a walk knows this network: a backbone of `_KNOWN` in float32 on a CPU, of plain layers without hooks;
-    or one that tensor parallelism cuts, with its own hooks of attentions and MLPs, and sums behind them."""
+    or one that tensor parallelism cuts, with its own hooks of attentions and MLPs, and sums behind them. called: the
+    modules that the walk calls, so that their hooks take part."""
     if type(getattr(module, "model", None)).__name__ not in _KNOWN or any(
         p.dtype != torch.float32 or p.device.type != "cpu" for p in module.parameters()
     ):
@@ -107,7 +108,7 @@ def lean_applies(module: Any) -> bool:
     hooked = any(
         m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
         for m in module.modules()
-        if m not in edged
+        if m not in edged and m not in called
     )
     plain = all(type(m) is nn.Linear for y in layers for m in (y.q, y.k, y.v, y.gate, y.up))
     return not hooked and plain and all(cut or type(m) is nn.Linear for y in layers for m in (y.out, y.down))

@@ -6,7 +6,7 @@ the rotation and the gate. It reads the module's own parameters (no weight is co
 the gradients there. It knows the decoders of `lean_decode`; every other model takes its own forward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -14,18 +14,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from realgraph.runtime.attention.attention import PartOfRow, attend
 from realgraph.runtime.attention.segments import Segments
 from realgraph.runtime.cpu.decode import Layer, Norm, decoder_layer, lean_applies
+from realgraph.runtime.parallel.sharding import computes_in_own_dtype
 
 
 def lean_trains(network: Any) -> bool:
-    """True where the walk may stand for the forward of `network.model`: see `lean_applies`; not where some products are
-    kept and others computed again in the backward pass, which names operations that the walk does not use."""
+    """True where the walk may stand for the forward of `network.model`: see `lean_applies`; also where FSDP cuts its
+    layers and computes in their own dtype. Not where some products are kept and others computed again in the backward
+    pass, which names operations that the walk does not use."""
     selective = getattr(network, "recomputed", "none") == "selective"
-    return lean_applies(network) and network.config.hidden_act == "silu" and not selective
+    sharded = {m for m in network.modules() if isinstance(m, FSDPModule) and computes_in_own_dtype(m)}
+    return (
+        lean_applies(network, frozenset(cast(set[nn.Module], sharded)))
+        and network.config.hidden_act == "silu"
+        and not selective
+    )
 
 
 # of a model: its last layers, and the residual stream [T, hidden] before them
@@ -71,15 +79,29 @@ def lean_layers(
     last = len(layers) - 1
     for number, module in enumerate(layers):
         wanted = rows if number == last else None
-        step = partial(_through_layer, decoder_layer(module), what=(tables, wanted), segments=segments)
+        step = partial(
+            _between_hooks, module, partial(_through_layer, module, what=(tables, wanted), segments=segments)
+        )
         x = checkpoint(step, x, use_reentrant=False, preserve_rng_state=False) if again else step(x)
     return x
 
 
+def _between_hooks(module: nn.Module, step: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """step(x), in place of the forward of a layer; where FSDP cuts that, its hooks gather the weights before."""
+    if not isinstance(module, FSDPModule):
+        return step(x)
+    vars(module)["forward"] = step
+    try:
+        return cast(Tensor, nn.Module.__call__(module, x))  # a layer's own call would make a checkpoint again
+    finally:
+        del vars(module)["forward"]
+
+
 def _through_layer(
-    layer: Layer, x: Tensor, what: tuple[tuple[Tensor, Tensor], Tensor | None], segments: Segments | PartOfRow
+    module: nn.Module, x: Tensor, what: tuple[tuple[Tensor, Tensor], Tensor | None], segments: Segments | PartOfRow
 ) -> Tensor:
     """The residual stream behind one layer; arguments as of `_attend`."""
+    layer = decoder_layer(module)
     x = _attend(layer, x, what, segments)
     both = _side_by_side(_entering(layer, layer.mlp_norm, x), (layer.gate, layer.up))
     gated: Tensor = _Gate.apply(both)  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ from msgspec import Struct, field
 
 from realgraph.graphs.errors import Where, suggest
 from realgraph.graphs.graph import Graph
-from realgraph.graphs.keys import MASK, TOKENS, KeyType
+from realgraph.graphs.keys import MASK, OF_DATA, TOKENS, KeyType
 from realgraph.graphs.spec import Generate, Train
 from realgraph.runtime.data.chats import chat_sample
 from realgraph.runtime.data.conversations import Conversation, Conversations, Misplaced, kind
@@ -97,7 +97,9 @@ class DataSet:
     inputs: name -> type of the keys that the graph takes from the data. A key `k` stands in the column
     `spec.columns[k]`, or `k`. The keys `tokens` and `mask` are made of the columns `prompt` and `response`, or
     `messages`; with two samples a group, of `chosen` and `rejected` (texts after `prompt`, or chats); or they are
-    columns themselves. Raises ConfigError for missing columns and inputs that data can't give.
+    columns themselves. So are those of OF_DATA, of one sequence a row beside generated samples.
+
+    Raises ConfigError for missing columns and inputs that data can't give.
     """
 
     def __init__(
@@ -109,7 +111,8 @@ class DataSet:
         self._chats = Conversations(spec, tokenizer)
         self._n_vocabulary = 1 + max(tokenizer.get_vocab().values(), default=-1)
         self._from_data = TOKENS in self._inputs
-        self._shape: SampleShape | None = self._sample_shape() if self._from_data else None
+        self._beside = not self._from_data and not self._inputs.keys().isdisjoint(OF_DATA)
+        self._shape: SampleShape | None = self._sample_shape() if self._from_data or self._beside else None
         self._check()
 
     def __len__(self) -> int:
@@ -127,8 +130,10 @@ class DataSet:
             group = {
                 name: self._at(index, name, raw, partial(self._value, key=key, template=template))
                 for name, key in self._inputs.items()
-                if key.level == "group"
+                if key.level == "group" and name not in OF_DATA
             }
+            if self._beside:
+                group |= zip(OF_DATA, self._tokens_and_masks(index, raw, template)[0], strict=True)
             samples = self._samples(index, raw, template) if self._from_data else ()
         except _Overflow as overflow:
             return TooLong(index, overflow.n_tokens, self._spec.max_prompt_tokens)
@@ -142,6 +147,10 @@ class DataSet:
             self._at(row.index, name, row.raw, self._chats.of_prompt) if text is None else text, template.tools
         )
 
+    def prompt_tokens(self, value: object) -> list[int]:
+        """A prompt that no row has, text or token ids, as tokens: as the prompts of rows. Raises ValueError."""
+        return self._prompt(value, self._chats.template)
+
     # --- columns ------------------------------------------------------------------------------------------------------
 
     def _column(self, name: str) -> str:
@@ -154,7 +163,7 @@ class DataSet:
         """The origin of `tokens` and `mask`. Raises ConfigError where the columns are missing."""
         if self._has(TOKENS):
             return "tokens"
-        if self._n == 2:
+        if self._n == 2 and self._from_data:
             if self._has(CHOSEN) and self._has(REJECTED):
                 return "chosen"
             wanted = f"{self._column(CHOSEN)!r} and {self._column(REJECTED)!r}"
@@ -169,7 +178,7 @@ class DataSet:
 
     def _check(self) -> None:
         for name, key in self._inputs.items():
-            made = self._from_data and name in (TOKENS, MASK)
+            made = (self._from_data and name in (TOKENS, MASK)) or name in OF_DATA
             if key.level == "step" or (key.level != "group" and not self._from_data):
                 raise problem(Where(path=f"$.inputs.{name}"), f"data can't give a key of the type {key}")
             if not made and not self._has(name):

@@ -2,7 +2,7 @@
 torch."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,12 @@ class Stops(NamedTuple):
 
     tokens: frozenset[int] = frozenset()
     strings: tuple[str, ...] = ()
+
+
+def says_stop(tokens: Sequence[int], stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> bool:
+    """The newest text of `tokens` holds a stop string. A character may take four tokens, so the tail is cut wide."""
+    text = decode(tokens[max(0, len(tokens) - 4 * max(map(len, stops)) - 8) :])
+    return any(stop in text for stop in stops)
 
 
 def json_object(file: Path) -> dict[str, Any]:

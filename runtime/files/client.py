@@ -143,7 +143,8 @@ class _Connection:
         body = encode(request)
         while self._unanswered and (self._ahead + len(body) > AHEAD_BYTES or len(self._unanswered) >= AHEAD):
             self._take()
-        self._socket.send(body)
+        while not self._sent(body):  # a server that refuses this key takes the queue away again
+            self._wait(zmq.POLLOUT)
         self._unanswered[request.number] = len(body)
 
     @property
@@ -175,18 +176,32 @@ class _Connection:
             return reply
         raise OSError(reply.errno, reply.text, reply.path)
 
+    def _sent(self, body: bytes) -> bool:
+        """False where there is no queue to the server, or no room in it."""
+        try:
+            self._socket.send(body, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
     def _receive(self) -> FileReply:
+        self._wait(zmq.POLLIN)
+        try:
+            return decode_reply.decode(self._socket.recv())
+        except UNREADABLE as error:
+            raise ConnectionError(f"the host of the run sent no answer: {error}") from None
+
+    def _wait(self, event: int) -> None:
+        """Return when the socket can be read, or written. Raises OSError where the connection is lost or silent."""
         last = time.monotonic() + ANSWER_SECONDS
+        self._poller.modify(self._socket, event)
         while (now := time.monotonic()) < last:
             limit = last if self._greeted else min(last, self._made + CONNECT_SECONDS)
             if now > limit:
                 raise ConnectionError(f"the host of the run can't be reached at {self._host}")
             ready = dict(self._poller.poll(int(1000 * (limit - now)) + 1))
             if self._socket in ready:
-                try:
-                    return decode_reply.decode(self._socket.recv())
-                except UNREADABLE as error:
-                    raise ConnectionError(f"the host of the run sent no answer: {error}") from None
+                return
             if self._monitor in ready:
                 self._note(parse_monitor_message(self._monitor.recv_multipart())["event"])
         raise TimeoutError(f"the host of the run at {self._host} has not answered for {ANSWER_SECONDS:g} s")

@@ -1,6 +1,7 @@
 """User functions: what they are given, what they must return, how they are found. Runs none. No torch.
 
-A function gets keywords: every key its call reads, under the key's own name, and the call's `args`.
+A function gets keywords: every key its call reads, under the key's own name or the one that `reads` gives it, and the
+call's `args`.
 
     over: sample   the sample's values: text, a number, a JSON value, or a list of numbers for tokens and token keys;
                    a prompt as text, without special tokens, and under `<its name>_ids` where the call's `ids` names it
@@ -72,17 +73,18 @@ def keywords_of(
 
     prompts: the keys of `given` that hold prompts' token ids, one list or one a sample; decode: ids to text.
     """
-    keywords = {**call.args, **given}
-    for key in prompts:
-        value = given[key]
+    words = call.keywords
+    keywords = {**call.args, **{word: given[key] for word, key in words.items()}}
+    for word in [word for word, key in words.items() if key in prompts]:
+        value = keywords[word]
         single = all(isinstance(item, int) for item in value)
-        keywords[key] = decode(value) if single else [decode(ids) for ids in value]
-    return keywords | {ids_keyword(key): given[key] for key in call.ids}
+        keywords[word] = decode(value) if single else [decode(ids) for ids in value]
+    return keywords | {ids_keyword(word): given[words[word]] for word in call.ids}
 
 
 def keyword_names(call: Function) -> tuple[str, ...]:
     """The names under which a function gets what its call reads, and its `args`."""
-    return tuple(dict.fromkeys([*call.reads, *call.args, *map(ids_keyword, call.ids)]))
+    return tuple(dict.fromkeys([*call.keywords, *call.args, *map(ids_keyword, call.ids)]))
 
 
 def load_function(fn: str, user_dir: str) -> Callable[..., Any]:

@@ -42,6 +42,18 @@ def length(text: str) -> float:
     return float(len(text))
 
 
+def fill_template(template: str, prompt: str = "", text: str = "", answer: str = "") -> str:
+    """The template with the values of {prompt}, {text} and {answer}; other braces stay as they are."""
+    values = {"{prompt}": prompt, "{text}": text, "{answer}": answer}
+    return re.sub(r"\{(?:prompt|text|answer)\}", lambda match: values[match[0]], template)
+
+
+def number_in(text: str, low: float, high: float) -> float:
+    """The last number in the text, at least `low` and at most `high`; `low` where there is none."""
+    number = final_number(text)
+    return low if number is None else min(max(number, low), high)
+
+
 def best_of(reward: Sequence[float], k: int = 1, least: float = -math.inf) -> list[float]:
     """1.0 for the `k` best samples of a group (the first of equals) whose reward is at least `least`, else 0.0."""
     order = sorted(range(len(reward)), key=lambda i: -reward[i])
@@ -62,6 +74,8 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
     "last_number": last_number,
     "format_match": format_match,
     "length": length,
+    "fill_template": fill_template,
+    "number_in": number_in,
     "best_of": best_of,
     "reward_spread": reward_spread,
 }

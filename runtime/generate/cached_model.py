@@ -1,6 +1,9 @@
 """A transformers causal language model over a key-value cache: forward passes by pages. Knows no request.
 
 The module may belong to a train engine: its attention function and training flags are ours only inside `borrowed`.
+
+A pass through pipeline stages of several chunks may end here after others have begun, and pages may have changed hands
+by then. That changes nothing: each chunk takes passes and copies of pages in the order in which they began.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +26,7 @@ from realgraph.runtime.generate.sampling import SamplingSettings, draw
 from realgraph.runtime.parallel.cuts import EMBEDDING
 from realgraph.runtime.parallel.experts.passes import shared_passes_of
 from realgraph.runtime.parallel.experts.routing import record_of
-from realgraph.runtime.parallel.pipeline.rollout import Draws, staged_rollout
+from realgraph.runtime.parallel.pipeline.rollout import Around, Draws, StagedPass, staged_rollout
 from realgraph.runtime.parallel.tensor.network import edges_of
 from realgraph.runtime.parallel.tensor.pieces import cut_of
 
@@ -98,6 +101,7 @@ class CachedModel:
         )
         self._graphs = DecodeGraphs(module, self.cache, self._runs) if replay else None
         self._lean = self._lean_decoder()
+        self._in_step = False
 
     def _runs(self, n: int, length: int) -> list[tuple[int, int, int]]:
         return rectangles(n, length, self._most_tokens)
@@ -108,7 +112,8 @@ class CachedModel:
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """The module with our attention, in evaluation mode and without gradients; afterwards as it was."""
+        """A step: the module with our attention, in evaluation mode and without gradients; afterwards as it was."""
+        self._in_step = True
         attention = self._config._attn_implementation
         training = [module for module in self.modules if module.training]
         self._config._attn_implementation = CACHED_ATTENTION
@@ -131,16 +136,13 @@ class CachedModel:
         """Passes that can be under way at a time, each of other sequences: on different pipeline stages."""
         return 1 if self._staged is None else self._staged.lanes
 
-    def draw(self, logits: Tensor | None, settings: SamplingSettings, positions: Tensor) -> Draws:
+    def draw(self, logits: Tensor | StagedPass, settings: SamplingSettings, positions: Tensor) -> Draws:
         """A token per row of logits that `prefill` and `decode` gave; see `sampling.draw`. On every rank the same."""
-        drawn: tuple[Tensor, Tensor] | None = None
-        if logits is not None:
-            how = draw if self._cut is None else self._cut.draw
-            drawn = how(logits, settings, positions)
-        if self._staged is not None:
-            return self._staged.share(drawn, len(positions))
-        assert drawn is not None, "only stages before the last have no logits"
-        return Draws(drawn)
+        how = draw if self._cut is None else self._cut.draw
+        if isinstance(logits, StagedPass):
+            assert self._staged is not None
+            return self._staged.draw(logits, lambda found: how(found, settings, positions))
+        return Draws(how(logits, settings, positions))
 
     def finish_transfers(self) -> None:
         """Wait until all that was sent to other stages has left."""
@@ -148,9 +150,40 @@ class CachedModel:
             self._staged.finish()
 
     def finish_passes(self) -> None:
-        """The passes of a step have ended here: those of replicas that share experts go on with this worker's."""
+        """End the passes of a step, once. Those of replicas that share experts go on with this worker's. Collective
+        over them and the stages."""
+        if not self._in_step:
+            return
+        self._in_step = False
         if self._shared is not None:
-            self._shared.finish()
+            while self._another(own=False):
+                if self._staged is None:
+                    self._shared.pass_by(0)
+                else:
+                    self._staged.begin(self._shared.pass_by)
+        if self._staged is not None:
+            self._staged.end()
+
+    def stages_meet(self) -> None:
+        """To be called before a collective of all stages between two passes."""
+        if self._staged is not None:
+            self._staged.expect()
+
+    def _another(self, *, own: bool) -> bool:
+        """A pass follows, here or on a replica that shares experts; own: here."""
+        if self._shared is None:
+            return own
+        if self._shared.of_all_stages:
+            self.stages_meet()
+        return self._shared.another(own=own)
+
+    def copy_pages(self, to: Sequence[int], source: Sequence[int]) -> None:
+        """Pages `to` take what pages `source` hold, behind all passes that have begun."""
+        if self._staged is None:
+            self.cache.copy(to, source)
+        else:
+            layers = self._staged.chunk_layers
+            self._staged.before_next(lambda chunk: self.cache.copy(to, source, layers(chunk)))
 
     def weights_changed(self) -> None:
         """To be called after every change of weights, in place or not."""
@@ -170,30 +203,30 @@ class CachedModel:
         return self._lean is not None
 
     def prefill(
-        self, pages: Sequence[Sequence[int]], starts: Sequence[int], rows: Sequence[Sequence[int]]
+        self, pages: Sequence[Sequence[int]], starts: Sequence[int], rows: Sequence[Sequence[int]], around: Around
     ) -> Tensor | None:
         """Store the keys and values of tokens `rows[i]` from position `starts[i]` on in `pages[i]`. Returns the
-        logits [n, V] after the last token of each row, where `prefill_returns_logits`."""
+        logits [n, V] after the last token of each row, where `prefill_returns_logits`. around: see `StagedPass`."""
         counts = [len(row) for row in rows]
         widest = max(counts)
         tokens = torch.tensor([[*row, *[row[-1]] * (widest - len(row))] for row in rows], device=self.device)
         rollout_pass = PrefillPass(self.cache, pages, starts, counts)
-        if self._shared is not None:
-            self._shared.begin()
+        self._another(own=True)
         if self._lean is not None:
             last = torch.tensor([i * widest + count - 1 for i, count in enumerate(counts)], device=self.device)
             return self._lean.logits(tokens, rollout_pass.positions, rollout_pass, last)
         if self._staged is not None:
-            self._staged.run(tokens, rollout_pass.positions, {"rollout_pass": rollout_pass})
+            self._staged.begin(StagedPass(tokens, rollout_pass.positions, {"rollout_pass": rollout_pass}, around))
             return None
         # no position is asked for logits: only the keys and values matter
-        self.module(
-            input_ids=tokens,
-            position_ids=rollout_pass.positions,
-            use_cache=False,
-            logits_to_keep=tokens.new_empty(0),
-            rollout_pass=rollout_pass,
-        )
+        with around(0):
+            self.module(
+                input_ids=tokens,
+                position_ids=rollout_pass.positions,
+                use_cache=False,
+                logits_to_keep=tokens.new_empty(0),
+                rollout_pass=rollout_pass,
+            )
         return None
 
     def decode(
@@ -201,13 +234,16 @@ class CachedModel:
         tokens: NDArray[np.int64],
         positions: NDArray[np.int64],
         tables: NDArray[np.int64],
-        states: NDArray[np.int64] | None = None,
-    ) -> Tensor | None:
-        """Logits [n, V] after the newest tokens [n], at positions [n], of n sequences with pages `tables` [n, m]; None
-        in pipeline stages before the last. Their keys are stored. states: [n], equal where sequences hold equal
-        tokens, which are then computed once where the walk can."""
+        states: NDArray[np.int64],
+        around: Around,
+    ) -> Tensor | StagedPass:
+        """Logits [n, V] after the newest tokens [n], at positions [n], of n sequences with pages `tables` [n, m]; the
+        pass itself in pipeline stages. Their keys are stored. states: [n], equal where sequences hold equal tokens,
+        which are then computed once where the walk can. around: see `StagedPass`."""
         if self._graphs is not None:
             return self._graphs.logits(tokens, positions, tables)
+        if self._staged is not None:  # the pass may end when the columns have changed
+            positions, tables = positions.copy(), tables.copy()
         on_device, pages = torch.from_numpy(positions).to(self.device), torch.from_numpy(tables).to(self.device)
         if self.device.type == "cpu":
             runs = segments(positions + 1, self._spare_tokens, self._most_tokens)
@@ -215,14 +251,16 @@ class CachedModel:
             runs = self._runs(len(positions), int(positions.max()) + 1)
         rollout_pass = DecodePass(self.cache, pages, on_device, runs)
         newest = torch.from_numpy(tokens).to(self.device)
-        if self._shared is not None:
-            self._shared.begin()
+        self._another(own=True)
         if self._staged is not None:
-            return self._staged.logits(newest[:, None], on_device[:, None], {"rollout_pass": rollout_pass})
+            one = StagedPass(newest[:, None], on_device[:, None], {"rollout_pass": rollout_pass}, around)
+            self._staged.begin(one)
+            return one
         if self._lean is not None:
-            if states is None or (alike := Alike.of(states)) is None:
+            if (alike := Alike.of(states)) is None:
                 return self._lean.logits(newest[:, None], on_device[:, None], rollout_pass)
             rollout_pass.alike = alike
             rows = alike.first
             return self._lean.logits(newest[rows, None], on_device[rows, None], rollout_pass)[alike.place]
-        return decode_logits(self.module, newest, on_device, rollout_pass)
+        with around(0):
+            return decode_logits(self.module, newest, on_device, rollout_pass)

@@ -14,27 +14,25 @@ later stages. All stages do the same in the same order, so that each knows what 
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from realgraph.planner.costs.memory.terms import CACHE_SPARE_TOKENS
 from realgraph.planner.request.engine_support import TORCH
-from realgraph.runtime.attention.pages import PagePool, pages_for
-from realgraph.runtime.engine import RELEASED, Completion, Decode, Parts, Request, RolloutLimits, WeightSpec
-from realgraph.runtime.files.paths import RunPath
+from realgraph.runtime.attention.pages import PAGE_TOKENS, PagePool, pages_for
+from realgraph.runtime.drawn.tokens import DrawnTokens
+from realgraph.runtime.engine import RELEASED, CacheUse, Completion, Decode, Request, RolloutLimits
 from realgraph.runtime.generate.cached_model import CachedModel
 from realgraph.runtime.generate.prefill import Prefill, shared_pages
 from realgraph.runtime.generate.request_bounds import RequestBounds
 from realgraph.runtime.generate.slots import Flight, RunningSequence, SequenceLane, Slots, watched
-from realgraph.runtime.models.host_states import DroppedStorages, HostStates
-from realgraph.runtime.models.train_state import read_counters
-from realgraph.runtime.models.weights import read_into, take_weights, weight_specs
+from realgraph.runtime.models.rollout_weights import RolloutWeights
 from realgraph.runtime.parallel.experts.kept import route_notes
-
-_STEPS_AHEAD = 4  # of the running sequences' growth: free pages that admission leaves to them
+from realgraph.runtime.parallel.pipeline.rollout import StagedPass
 
 
 class ContinuousBatch:
@@ -58,6 +56,7 @@ class ContinuousBatch:
         self.version, self.source = version, source
         self._limits = limits or RolloutLimits()
         self._model = CachedModel(module, self._limits.cuda_graphs)
+        self.weights = RolloutWeights(module)
         self.device = self._model.device
         self._decode_text = decode
         self._waiting: deque[RunningSequence] = deque()
@@ -72,9 +71,6 @@ class ContinuousBatch:
         self._notes = route_notes(module) if keeps_routes else None
         self._prefill = Prefill(self._model, self._limits.prefill_tokens, self._notes)
         self._lanes = [SequenceLane(Slots(self._most_slots, self.device)) for _ in range(self._model.lanes)]
-        self._dropped = DroppedStorages()
-        self._states: HostStates | None = None  # weights that wait in host memory
-        self._use = ExitStack()  # of them
 
     # --- the interface ------------------------------------------------------------------------------------------------
 
@@ -90,7 +86,7 @@ class ContinuousBatch:
                 raise ValueError(f"request {request.id}: {problem}")
         for request in requests:
             routes = None if self._notes is None else self._notes.sequence(request.prompt)
-            self._waiting.append(RunningSequence(request, list(request.prompt), hash(request.prompt), routes=routes))
+            self._waiting.append(RunningSequence.of(request, routes))
         self._ids.update(ids)
 
     def abort(self, ids: Sequence[int]) -> None:
@@ -104,6 +100,11 @@ class ContinuousBatch:
         for lane in self._lanes:
             self._keep(lane, [slot for slot, s in enumerate(lane.running) if s.request.id not in gone])
 
+    def drawn(self, since: Mapping[int, int]) -> list[DrawnTokens]:
+        """See `RolloutEngine.drawn`."""
+        here = (s for s in (*self._running, *self._waiting, *self._aside) if s.request.id in since)
+        return [s.drawn(since[s.request.id]) for s in here if len(s.versions) > since[s.request.id]]
+
     def step(self) -> list[Completion]:
         """Admit what fits, decode one token for each running sequence, return what finished; over several lanes the
         passes are under way afterwards (`settle`). Collective over replicas that share experts, with sequences or
@@ -111,10 +112,9 @@ class ContinuousBatch:
 
         Raises FloatingPointError where the model's logits are NaN; nothing is drawn then.
         """
-        if self._states is not None and self._states.away:
-            self._use.enter_context(self._states.used(changed=False))
+        self.weights.bring()
         done: list[Completion] = []
-        with self._model.borrowed():
+        with self._model.borrowed(), self._called_back():
             for number, lane in enumerate(self._lanes):
                 done += self._land(lane)
                 self._make_room(lane)
@@ -134,7 +134,8 @@ class ContinuousBatch:
 
     def settle(self) -> list[Completion]:
         """End the passes that are under way; returns what they finished. Collective over the stages."""
-        done = [completion for lane in self._lanes for completion in self._land(lane)]
+        with self._called_back():
+            done = [completion for lane in self._lanes for completion in self._land(lane)]
         self._model.finish_transfers()
         return done
 
@@ -182,38 +183,30 @@ class ContinuousBatch:
         return len(self._waiting)
 
     @property
+    def drawn_tokens(self) -> int:
+        """Tokens of all that decode, with their prompts'."""
+        return sum(len(sequence.tokens) for sequence in self._running)
+
+    @property
+    def free_cache_tokens(self) -> int | None:
+        """Tokens that its pages have room for beside those that are held; None: without a bound."""
+        free = self._pool.available
+        return None if math.isinf(free) else int(free) * PAGE_TOKENS
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes that the key-value cache occupies on the device."""
         return self._model.cache.nbytes
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights where they are on the device."""
-        return sum(parameter.nbytes for parameter in self._model.module.parameters())
-
-    def weight_specs(self) -> tuple[WeightSpec, ...]:
-        """All weights, in the order in which they are sent."""
-        return weight_specs(self._model.module)
-
-    def load_weights(self, parts: Parts) -> None:
-        """Take weights in place, part by part; to be followed by `weights_changed`. Raises ValueError for parts that
-        are missing or have no place."""
-        self._dropped.restore()
-        take_weights(self._model.module, parts, lambda own, new: own.copy_(new))
-
     def drop_weights(self) -> None:
-        """Give up the memory of weights that are here; `load_weights` takes it again."""
-        self._dropped.drop(self._model.module.parameters())
+        """Give up the memory of the weights."""
+        self.weights.drop()
         self.version = RELEASED
 
-    def load(self, folder: RunPath) -> None:
-        """Take the weights that `TrainEngine.save` wrote, and their version."""
-        read_into(self._model.module, folder, "lm")
-        self.weights_changed(read_counters(folder).version)
-
-    def weights_changed(self, version: int) -> None:
-        """Requests go on under the new weights, their caches recomputed; tokens from here on carry `version`."""
-        self._forget()
+    def weights_changed(self, version: int, cache: CacheUse = "recompute") -> None:
+        """Requests go on under the new weights; tokens from here on carry `version`. See `RolloutEngine.switch`."""
+        if cache == "recompute":
+            self._forget()
         self._model.weights_changed()
         self.version = version
 
@@ -223,11 +216,7 @@ class ContinuousBatch:
         self._forget()
         self._pool.shrink()
         self._model.release()
-        self._use.close()
-
-    def offload(self) -> None:
-        """Weights, which nobody changes, wait in host memory from now on, and from each `release` to the next step."""
-        self._states = HostStates(self._model.module.parameters)
+        self.weights.leave()
 
     def _forget(self) -> None:
         """Forgets what the cache holds: it is of no use any more."""
@@ -273,7 +262,7 @@ class ContinuousBatch:
         """Give free slots to waiting requests, first come first served, as far as pages, this pass's prefill and the
         lane's share go. True where any got one."""
         tokens, before = 0, len(lane.running)
-        known = {s.key: s for s in self._running}
+        known = {s.key: s for s in self._running if s.shares(self.version)}
         states: dict[tuple[int, ...], int] = {}
         running = self.running
         share = self._share_of(min(running + len(self._waiting), self._most_slots))
@@ -284,7 +273,7 @@ class ContinuousBatch:
             if donor is not None and donor.request.prompt == sequence.request.prompt:
                 common = donor.pages[: shared_pages(len(sequence.request.prompt))]
             own = pages_for(len(sequence.tokens)) - len(common)
-            growth = pages_for(running * _STEPS_AHEAD)
+            growth = pages_for(running * CACHE_SPARE_TOKENS)
             cost = len(sequence.tokens) - (len(sequence.request.prompt) if donor is not None else 1)
             if own + growth > self._pool.available and not running and self._reclaim():
                 continue
@@ -326,19 +315,19 @@ class ContinuousBatch:
         draws = self._model.draw(self._logits(lane), slots.settings(n), slots.next_positions(n))
         lane.flight = Flight(tuple(lane.running), draws)
 
-    def _logits(self, lane: SequenceLane) -> Tensor | None:
-        """[n, V] for the next token of each slot: decoded, or given by the prefill; None in stages before the last."""
+    def _logits(self, lane: SequenceLane) -> Tensor | StagedPass:
+        """[n, V] for the next token of each slot: decoded, or given by the prefill; in stages the pass of them."""
         pending = lane.running[lane.ready :]
-        prefilled = self._prefill.logits(pending, self._running) if pending else None
+        prefilled = self._prefill.logits(pending, self._running, self.version) if pending else None
         n = lane.ready if prefilled is not None else len(lane.running)
         if not n:
             assert prefilled is not None
             return prefilled
         slots = lane.slots
         spans = [(position, 1) for position in slots.position[:n].tolist()]
-        with watched(self._notes, lane.running[:n], spans):
-            decoded = self._model.decode(slots.newest[:n], slots.position[:n], slots.pages(n), slots.state[:n])
-        return decoded if prefilled is None or decoded is None else torch.cat([decoded, prefilled])
+        around = watched(self._notes, lane.running[:n], spans)
+        decoded = self._model.decode(slots.newest[:n], slots.position[:n], slots.pages(n), slots.state[:n], around)
+        return decoded if prefilled is None or isinstance(decoded, StagedPass) else torch.cat([decoded, prefilled])
 
     def _land(self, lane: SequenceLane) -> list[Completion]:
         """Append what the pass of a lane has drawn; take out what has ended. Waits for it."""
@@ -348,21 +337,18 @@ class ContinuousBatch:
         tokens, logprobs = flight.draws.take()
         if math.isnan(sum(logprobs)):
             broken = next(s for s, logprob in zip(flight.rows, logprobs, strict=True) if math.isnan(logprob))
-            self._call_back()
-            self.release()  # keys may be NaN, too, and pages are read beyond what is valid
             raise FloatingPointError(f"request {broken.request.id}: the model's logits are NaN")
         here = set(lane.running)
         drawn = [each for each in zip(flight.rows, tokens, logprobs, strict=True) if each[0] in here]
         done: list[tuple[RunningSequence, bool]] = []
         alive: list[int] = []
-        version = self.version
         lane.ready = len(drawn)
         lane.slots.advance([token for _, token, _ in drawn], self._model.vocabulary)
         for slot, (sequence, token, logprob) in enumerate(drawn):
             sequence.cached = len(sequence.tokens)
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
-            sequence.versions.append(version)
+            sequence.versions.append(self.version)
             request = sequence.request
             stopped = token in request.stop_tokens or bool(
                 request.stop_strings and sequence.says_stop(self._decode_text)
@@ -381,13 +367,21 @@ class ContinuousBatch:
         """The samples of sequences that have ended; True: by themselves. Collective over stages that keep routes."""
         if self._notes is None:
             return [sequence.completion(stopped) for sequence, stopped in done]
+        self._model.stages_meet()
         whole = self._notes.whole([sequence.routes for sequence, _ in done if sequence.routes is not None])
         return [sequence.completion(stopped, routes) for (sequence, stopped), routes in zip(done, whole, strict=True)]
 
-    def _call_back(self) -> None:
-        """Forget what passes draw that are under way."""
-        for lane in self._lanes:
-            if lane.flight is not None:
-                lane.flight.draws.take()
-                lane.flight = None
-        self._model.finish_transfers()
+    @contextmanager
+    def _called_back(self) -> Iterator[None]:
+        """Forgets what passes draw that are under way where logits are NaN inside."""
+        try:
+            yield
+        except FloatingPointError:
+            self._model.finish_passes()
+            for lane in self._lanes:
+                flight, lane.flight = lane.flight, None
+                if flight is not None:
+                    flight.draws.take()
+            self._model.finish_transfers()
+            self.release()  # keys may be NaN, too, and pages are read beyond what is valid
+            raise

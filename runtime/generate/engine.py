@@ -2,13 +2,15 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from realgraph.runtime.engine import Completion, EngineClosed, EngineStatus, Parts, Request, WeightSpec
+from realgraph.runtime.drawn.tokens import DrawnTokens
+from realgraph.runtime.engine import CacheUse, Completion, EngineClosed, EngineStatus, Parts, Request, WeightSpec
 from realgraph.runtime.files.paths import RunPath
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from realgraph.runtime.generate.session import (
@@ -100,6 +102,11 @@ class TorchRolloutEngine:
             finished, self._finished = self._finished, []
             return finished
 
+    def drawn(self, since: Mapping[int, int]) -> Sequence[DrawnTokens]:
+        """See RolloutEngine."""
+        with self._between_steps():
+            return self._batch.drawn(since)
+
     def abort(self, ids: Sequence[int]) -> None:
         """See RolloutEngine."""
         with self._between_steps():
@@ -164,41 +171,43 @@ class TorchRolloutEngine:
 
     @property
     def version(self) -> int:
-        """Version of the weights."""
         return self._batch.version
 
     @property
     def source(self) -> Path | None:
-        """The folder that the model came from."""
         return self._batch.source
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
         return self._batch.device
 
     def weight_specs(self) -> Sequence[WeightSpec]:
         """See RolloutEngine."""
-        return self._batch.weight_specs()
+        return self._batch.weights.specs()
 
     def held_bytes(self) -> HeldBytes:
         """See RolloutEngine."""
-        return HeldBytes(self._batch.weight_bytes)
+        return HeldBytes(self._batch.weights.nbytes)
 
     def prepare(self, parts: Parts) -> None:
-        """See RolloutEngine. They overwrite the old ones: generation stands still until `switch`.
+        """See RolloutEngine. Where they overwrite the old ones generation stands still until `switch`; exchanges go on,
+        as parts may come from workers that still wait for the outcome of one."""
+        if not self._batch.weights.beside:
+            with self._between_steps():
+                self._whole = False
+        self._batch.weights.take(parts)
 
-        Parts may come from workers that still wait for the outcome of an exchange, so those go on meanwhile.
-        """
-        with self._between_steps():
-            self._whole = False
-        self._batch.load_weights(parts)
-
-    def switch(self, version: int) -> None:
+    def switch(self, version: int, cache: CacheUse = "recompute") -> None:
         """See RolloutEngine."""
         with self._between_steps():
-            self._batch.weights_changed(version)
+            self._batch.weights.switch()
+            self._batch.weights_changed(version, cache)
             self._whole = True
+
+    def checksums(self) -> Tensor:
+        """See RolloutEngine."""
+        with self._between_steps():
+            return self._batch.weights.checksums()
 
     def release(self, *, weights: bool) -> None:
         """See RolloutEngine."""
@@ -213,14 +222,16 @@ class TorchRolloutEngine:
         """See RolloutEngine."""
         with self._between_steps():
             self._whole = False
-            self._batch.load(folder)
+            self._batch.weights_changed(self._batch.weights.read(folder))
             self._whole = True
 
     # --- state --------------------------------------------------------------------------------------------------------
 
     def status(self) -> EngineStatus:
         """See RolloutEngine."""
-        return EngineStatus(self._batch.running, self._batch.waiting, self._failure)
+        batch = self._batch
+        load = batch.running, batch.waiting, batch.version, batch.free_cache_tokens
+        return EngineStatus(*load, failure=self._failure, drawn_tokens=batch.drawn_tokens)
 
     def close(self, timeout: float) -> bool:
         """See RolloutEngine."""
@@ -233,10 +244,8 @@ class TorchRolloutEngine:
 
     def _check(self) -> None:
         """Raises what has ended generation."""
-        if self._failure is not None:
-            raise self._failure
-        if self._closed:
-            raise EngineClosed
+        if self._failure is not None or self._closed:
+            raise self._failure or EngineClosed
 
     # --- the two sides of a step --------------------------------------------------------------------------------------
 
@@ -268,7 +277,10 @@ class TorchRolloutEngine:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self._session is not None:
-            self._serve_session(self._session)
+            try:
+                self._generate_together(self._session)
+            except Exception as error:  # a rank is gone, and generation with it
+                self._fail(error)
             return
         while True:
             with self._changed:
@@ -281,8 +293,7 @@ class TorchRolloutEngine:
 
     def _step(self, step: Callable[[], list[Completion]], *, more: bool = False) -> None:
         """Run a part of generation, and hand over what it has finished. more: callers wait on, for another one."""
-        finished: list[Completion] = []
-        failure: Exception | None = None
+        finished, failure = list[Completion](), None
         try:
             finished = step()
         except Exception as error:  # whatever it is, it ends generation, and who takes is told
@@ -300,14 +311,8 @@ class TorchRolloutEngine:
 
     # --- a session of several workers ---------------------------------------------------------------------------------
 
-    def _serve_session(self, session: GenerationSession) -> None:
-        """Exchanges, and the steps on which all workers agree, until one of them closes or is gone."""
-        try:
-            self._generate_together(session)
-        except Exception as error:  # a rank is gone, and generation with it
-            self._fail(error)
-
     def _generate_together(self, session: GenerationSession) -> None:
+        """Exchanges, and the steps on which all workers agree, until one of them closes or is gone."""
         held = False  # there was work that some worker could not take part in
         begun: Callable[[], Agreement] | None = None  # an exchange that is under way
         while True:
@@ -333,8 +338,7 @@ class TorchRolloutEngine:
                 self._batch.release()
                 self._releases = agreement.releases
             self._closed = self._closed or agreement.closed
-            failed = agreement.failed and self._failure is None
-            if failed:
+            if failed := agreement.failed and self._failure is None:
                 self._failure = RuntimeError(f"generation has failed on another of {session.name}")
             go = agreement.go and self._failure is None
             self._stepping = go or (self._batch.under_way and self._failure is None)
@@ -359,8 +363,8 @@ class TorchRolloutEngine:
         else its callers would wait for them."""
         busy = not self._batch.idle
         halted = self._halted or not (busy or self._together_busy)
-        failed = bool(self._failure)
-        return RankState(halted, busy, self._closed, failed, self.version, self._dismissals, self._releases)
+        mine = self._closed, bool(self._failure), self.version, self._dismissals, self._releases
+        return RankState(halted, busy, *mine)
 
     def _await_turn(self, held: bool, beat: float) -> None:
         """Wait for a reason to make another exchange, without any for `beat` seconds. held: the last one found a worker
@@ -378,9 +382,8 @@ class TorchRolloutEngine:
             case Aborted(ids=ids):
                 self._batch.abort(ids)
             case SetAside():
-                aside = ExitStack()
-                aside.enter_context(self._batch.set_aside())
-                self._aside.append((aside, self._failure))
+                self._aside.append((ExitStack(), self._failure))
+                self._aside[-1][0].enter_context(self._batch.set_aside())
             case Restored():
                 aside, self._failure = self._aside.pop()
                 aside.close()

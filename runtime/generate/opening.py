@@ -41,17 +41,18 @@ def open_rollout(
         if ranks is not None and session is not None and session.n_heads > 1:
             # those of each stage apart, where its experts are spread over all that generate together
             alone = ranks.ep.size == ranks.tp.size * session.n_heads
-            share_passes(network, ranks.ep if alone else ranks.session)
+            share_passes(network, ranks.ep if alone else ranks.session, of_all_stages=not alone)
 
     match weights:
-        case OwnWeights(path=path, device=device, offloaded=offloaded):
+        case OwnWeights(path=path, device=device, offloaded=offloaded, beside=beside):
             start = Start(device, shard=lambda model: cut_up(model.network))
             model = build(role, path, start).requires_grad_(False)
             batch = ContinuousBatch(
                 model.network, limits, decode=decode, source=model.source, keeps_routes=role.routing_replay
             )
+            batch.weights.beside = beside
             if offloaded:
-                batch.offload()
+                batch.weights.offload()
         case SharedWeights(folder=folder, tensors=tensors):
             network = network_over(role, folder, tensors, cut_up)
             batch = ContinuousBatch(network, limits, decode=decode, source=folder, keeps_routes=role.routing_replay)

@@ -4,6 +4,8 @@ The first sequence of each prompt goes ahead; others of that prompt take what it
 is there already, another is copied. A sequence that lost its cache (new weights, no memory) is prefilled as a longer
 prompt. Where a walk's prefill returns logits (`CachedModel.prefill_returns_logits`), it takes in the newest token, too,
 so that the first draw of all samples of a prompt needs no decode step; another prefills up to it.
+
+Where caches outlive a change of weights, samples of a prompt share only what the newest weights have computed.
 """
 
 from collections.abc import Sequence
@@ -29,17 +31,25 @@ class Prefill:
     def __init__(self, model: CachedModel, budget: int, notes: RouteNotes | None = None) -> None:
         self._model, self._budget, self._notes = model, budget, notes
 
-    def logits(self, pending: Sequence[RunningSequence], running: Sequence[RunningSequence]) -> Tensor | None:
+    def logits(
+        self, pending: Sequence[RunningSequence], running: Sequence[RunningSequence], version: int
+    ) -> Tensor | None:
         """Bring every one of `pending` to where it can decode. running: they, and all others that they may share with.
+        version: of the weights.
 
         Returns their logits [k, V], where prefills return them, else None.
         """
         if not pending:
             return None
-        donors = {s.key: s for s in running if s.cached >= len(s.request.prompt) - 1}
+        donors = {s.key: s for s in running if s.cached >= len(s.request.prompt) - 1 and s.shares(version)}
         leaders, followers = [], []
         for sequence in pending:
             sequence.cached = min(sequence.cached, len(sequence.tokens) - 1)
+            if not sequence.cached:
+                sequence.began = version
+            if sequence.began != version:
+                leaders.append(sequence)
+                continue
             donor = donors.setdefault(sequence.key, sequence)
             if not sequence.cached and donor is not sequence and donor.request.prompt == sequence.request.prompt:
                 followers.append((sequence, donor))
@@ -67,7 +77,7 @@ class Prefill:
             pairs = zip(sequence.pages[:n], donor.pages[:n], strict=True)
             copies |= {own: others for own, others in pairs if own != others}
         if copies:
-            self._model.cache.copy(list(copies), list(copies.values()))
+            self._model.copy_pages(list(copies), list(copies.values()))
 
     def _missing(self, sequence: RunningSequence) -> int:
         """Tokens to prefill before the sequence can decode, or has its logits."""
@@ -95,8 +105,8 @@ class Prefill:
         for sequence, row in zip(sequences, rows, strict=True):
             sequence.cached += len(row)
         spans = [(start, len(row)) for start, row in zip(starts, rows, strict=True)]
-        with watched(self._notes, sequences, spans):
-            logits = self._model.prefill([s.pages for s in sequences], starts, rows)
+        around = watched(self._notes, sequences, spans)
+        logits = self._model.prefill([s.pages for s in sequences], starts, rows, around)
         if logits is not None:
             first = sum(map(len, found.logits))
             # of a chunk: until the next one

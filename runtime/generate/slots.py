@@ -1,8 +1,9 @@
 """The sequences of a generation engine, and the running ones as the columns that a decode step reads."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,10 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from realgraph.runtime.attention.pages import PAGE_TOKENS
+from realgraph.runtime.data.stops import says_stop
+from realgraph.runtime.drawn.tokens import DrawnTokens, pack
 from realgraph.runtime.engine import Completion, Decode, Request
 from realgraph.runtime.generate.sampling import SamplingSettings, SettingsTable
 from realgraph.runtime.parallel.experts.kept import RouteNotes, RouteSpan, SequenceRoutes
-from realgraph.runtime.parallel.pipeline.rollout import Draws
+from realgraph.runtime.parallel.pipeline.rollout import Around, Draws
 
 
 @dataclass(eq=False, slots=True)
@@ -25,32 +28,46 @@ class RunningSequence:
     key: int  # hash of the prompt, once computed
     cached: int = 0  # tokens with valid keys, from the first on
     pages: list[int] = field(default_factory=list)  # of the cache, as far as its tokens go
+    began: int = 0  # the version of the weights that computed its first keys, where there are valid ones
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    routes: SequenceRoutes | None = None  # where the experts of its tokens are kept
+    routes: Sequence[SequenceRoutes] | None = None  # where the experts of its tokens are kept, by chunk of layers
+
+    @staticmethod
+    def of(request: Request, routes: Sequence[SequenceRoutes] | None) -> "RunningSequence":
+        """A request that waits, with the tokens that others have drawn of it."""
+        tokens, logprobs, versions = request.drawn.lists() if request.drawn is not None else ([], [], [])
+        sequence = RunningSequence(request, [*request.prompt, *tokens], hash(request.prompt), routes=routes)
+        sequence.logprobs, sequence.versions = logprobs, versions
+        return sequence
+
+    def drawn(self, start: int) -> DrawnTokens:
+        """Its new tokens from the `start`-th on."""
+        new = self.tokens[len(self.request.prompt) + start :]
+        return pack(self.request.id, new, self.logprobs[start:], self.versions[start:], start)
 
     def says_stop(self, decode: Decode | None) -> bool:
-        """The newest text holds a stop string. A character may take four tokens, so the tail is cut wide."""
+        """The newest text holds a stop string."""
         assert decode is not None, "stop strings were let in without a decoder"
-        stops = self.request.stop_strings
-        longest = max(map(len, stops))
-        text = decode(self.tokens[max(len(self.request.prompt), len(self.tokens) - 4 * longest - 8) :])
-        return any(stop in text for stop in stops)
+        return says_stop(self.tokens[len(self.request.prompt) :], self.request.stop_strings, decode)
+
+    def shares(self, version: int) -> bool:
+        """True where its prompt's keys are those of weights `version`, or will be: others may have them, too."""
+        return not self.cached or self.began == version
 
     def completion(self, finished: bool, routes: Tensor | None = None) -> Completion:
         new = tuple(self.tokens[len(self.request.prompt) :])
         return Completion(self.request.id, new, tuple(self.logprobs), tuple(self.versions), finished, routes)
 
 
-def watched(
-    notes: RouteNotes | None, sequences: Sequence[RunningSequence], spans: Sequence[tuple[int, int]]
-) -> AbstractContextManager[None]:
-    """Inside, one pass goes over tokens from `start` on, `count` of them, of each of these sequences; where the experts
-    of tokens are kept, it takes those that there are, and leaves those that it chooses."""
+def watched(notes: RouteNotes | None, sequences: Sequence[RunningSequence], spans: Sequence[tuple[int, int]]) -> Around:
+    """To be entered for each chunk of layers that one pass goes through, over tokens from `start` on, `count` of them,
+    of each of these sequences; where the experts of tokens are kept, it takes those that there are, and leaves those
+    that it chooses."""
     if notes is None:
-        return nullcontext()
+        return lambda _: nullcontext()
     both = zip(sequences, spans, strict=True)
-    return notes.watched([RouteSpan(s.routes, *span) for s, span in both if s.routes is not None])
+    return partial(notes.watched, [RouteSpan(s.routes, *span) for s, span in both if s.routes is not None])
 
 
 @dataclass

@@ -38,11 +38,14 @@ def make_join_key(server: KeyPair) -> JoinKey:
 
 
 def write_join_key(key: JoinKey, path: Path) -> None:
-    """Write it to a file that only this user can read, in the place of an older one. Raises OSError."""
+    """Write it to a file that only this user can read, in the place of an older one. A reader finds one of the two,
+    whole. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    with open(path, "x", encoding="ascii", opener=private) as file:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    with open(partial, "x", encoding="ascii", opener=private) as file:
         file.write(key.text)
+    os.replace(partial, path)
 
 
 def read_join_key(source: str) -> JoinKey:

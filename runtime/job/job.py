@@ -1,5 +1,6 @@
 """The runtime's order: a checked graph, its plan, and the settings of a run. Plain data, no torch."""
 
+import math
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
@@ -10,6 +11,7 @@ from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.plan.axes import head_worker
 from realgraph.planner.plan.plan import Plan
 from realgraph.runtime.job.manifest import FileSum
+from realgraph.runtime.job.rollout import RolloutSpec
 
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
@@ -46,14 +48,28 @@ class BatchSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """A step: `groups` prompts, each with the graph's n samples of at most `max_new_tokens`."""
 
     groups: Count = 64  # data rows a step
+    oversample: Annotated[float, Meta(ge=1, le=100)] = 1.0  # groups begun a step, over `groups`: the first are trained
     max_new_tokens: Count = 256  # longest response
     max_tokens_per_microbatch: Count | None = None  # default: the planner's choice from memory
     expected_new_tokens: Count | None = None  # mean length for the planner; default: half of max_new_tokens
-    max_running: Count | None = None  # sequences that decode at once, per rollout engine; default: 1,024
+
+    @property
+    def surplus(self) -> int:
+        """Groups that are begun beyond those of a step: 64 x 1.25 are 16 more."""
+        return math.ceil(self.groups * (self.oversample - 1) - 1e-9)
+
+
+EvalOn = Literal["engine", "interleaved", "checkpoint"]
 
 
 class EvalSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """Held-out evaluation every `every` steps: the reward function over n samples a prompt; best checkpoint kept."""
+    """Held-out evaluation every `every` steps: the reward function over n samples a prompt; best checkpoint kept.
+
+    `on`: of asynchronous runs, whose training and generation go on meanwhile: `engine`: the last data-parallel replica
+    of the call that generates evaluates, and keeps its weights until then; `interleaved`: all do, beside the groups
+    that they are making. By default all of the run stands still. `checkpoint`: that replica evaluates each checkpoint
+    that is saved, from its files; then checkpoints say when, and `every` is left out. See `docs/async.md`.
+    """
 
     every: Annotated[int, Meta(ge=0)] = 0  # 0: only `realgraph eval`
     data: DataSpec | None = None  # default: the training data's `test` split; what it leaves out is as in `data`
@@ -64,6 +80,12 @@ class EvalSpec(Struct, frozen=True, forbid_unknown_fields=True):
     limit: Count | None = None  # first rows only
     call: str = "reward"  # the function call that scores
     at_start: bool = True  # also before the first step
+    on: EvalOn | None = None  # engines that evaluate while an asynchronous run goes on; default: it waits
+
+    @property
+    def active(self) -> bool:
+        """True where a run evaluates."""
+        return bool(self.every) or self.on == "checkpoint"
 
 
 class CheckpointSpec(Struct, frozen=True, forbid_unknown_fields=True):
@@ -99,6 +121,7 @@ class OutputSpec(Struct, frozen=True, forbid_unknown_fields=True):
     project: str = "realgraph"  # name of the project there
     transcripts_every: Annotated[int, Meta(ge=0)] = 10  # steps
     transcripts: Annotated[int, Meta(ge=0)] = 4  # samples each time
+    audit: bool = False  # write which tokens of which age every loss has used, to audit/worker-N.jsonl
     rotate_mb: Count = 64  # of a worker's log, of transcripts.jsonl and of trace.json: a full one is kept, an older not
 
 
@@ -115,9 +138,15 @@ class RuntimeSpec(Struct, frozen=True, forbid_unknown_fields=True):
     max_logprob_gap: Seconds | None = (
         None  # nats: mean |behaviour - recomputed| at each weight update; default by dtype
     )
-    verify_weights: bool = False  # compare checksums of both sides whenever weights go to another copy
+    # compare checksums of both sides at every so many updates of a copy of weights; 0: at none; `first`: once
+    verify_weights: Annotated[int, Meta(ge=0)] | Literal["first"] = 0
     threads: Count = 1  # CPU threads of a worker
     restarts: Annotated[int, Meta(ge=0)] = 0  # times that a run goes on by itself after a lost worker or host
+
+    def verifies(self, update: int) -> bool:
+        """True where checksums are compared at this update of a copy, counted from 1."""
+        every = self.verify_weights
+        return update == 1 if every == "first" else bool(every) and update % every == 0
 
 
 class Job(Struct, frozen=True):
@@ -140,7 +169,9 @@ class Job(Struct, frozen=True):
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     outputs: OutputSpec = field(default_factory=OutputSpec)
     runtime: RuntimeSpec = field(default_factory=RuntimeSpec)
+    rollout: RolloutSpec = field(default_factory=RolloutSpec)
     params: dict[str, Any] = field(default_factory=dict)
+    rollout_alone: bool = False  # its training is left out, to measure: neither checkpoints nor samples are kept
     data_sums: dict[str, FileSum] = field(default_factory=dict)  # local data file -> checksum at the start
     eval_sums: dict[str, FileSum] = field(default_factory=dict)  # the same of the held-out data
 

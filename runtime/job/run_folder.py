@@ -53,6 +53,11 @@ class RunFolder(Struct, frozen=True):
         return self.root / "samples"
 
     @property
+    def audit(self) -> Path:
+        """Folder of what every loss has used: a file a worker."""
+        return self.root / "audit"
+
+    @property
     def trace(self) -> Path:
         return self.root / "trace.json"
 

@@ -23,7 +23,7 @@ class Advice:
             old = (
                 f"{overdue:.0%} of its sampled tokens were older than `staleness` allows and were left out of the loss"
             )
-            hint = "raise `staleness`, or set `overdue` to wait"
+            hint = _fix(metrics)
             if what == "empty_steps" and value and self._first(name):
                 yield (
                     f"{call} took no optimizer step for {value:.0f} of its mini-batches: no token had a part in the "
@@ -51,3 +51,14 @@ class Advice:
                     f"every reward of the last {FLAT_STEPS} steps was {mean:.4g}: there is nothing to learn from; "
                     "look at the samples, the reward function, and whether answers are cut at batch.max_new_tokens"
                 )
+
+
+def _fix(metrics: Mapping[str, float]) -> str:
+    """A bound that 95 % of this step's groups would have kept, oldest token and all, and what else helps."""
+    kept = metrics.get("staleness/p95", 0.0)
+    bound = (
+        f"raise `staleness` to {kept:.0f}, which 95% of this step's groups would keep" if kept else "raise `staleness`"
+    )
+    running = max((value for name, value in metrics.items() if name.endswith("/running")), default=0.0)
+    fewer = f", set `rollout.max_running` below the {running:.0f} sequences that ran at once" if running >= 2 else ""
+    return f"{bound}{fewer}, or set `overdue` to wait"

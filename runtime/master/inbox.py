@@ -3,6 +3,7 @@ what explains a failure. Decides nothing about the run.
 """
 
 import asyncio
+from collections import deque
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -53,6 +54,7 @@ class Inbox:
         self._fleet = workers.fleet
         self._stopped_seconds = 0.0  # of this process, as far as it is dealt with
         self.gone: set[int] = set()
+        self._kept: deque[Happened] = deque()  # heard while a failure was explained
         work = (self._receive(workers), self._exits(workers), self.clock.tick())
         self._tasks = [asyncio.create_task(each) for each in work]
 
@@ -76,7 +78,7 @@ class Inbox:
     @property
     def idle(self) -> bool:
         """True where nothing waits to be dealt with."""
-        return self._queue.empty()
+        return self._queue.empty() and not self._kept
 
     async def close(self) -> None:
         """Stop listening."""
@@ -103,7 +105,7 @@ class Inbox:
             await self._after_a_stop()
             now = self.clock.now()
             wait = self._runtime.heartbeat_seconds
-            if self._queue.empty():
+            if self.idle:
                 if deadline is not None and now >= deadline:
                     return Tick()
                 if (lost := self._silent(self._runtime.lost_after_seconds)) is not None:
@@ -127,7 +129,10 @@ class Inbox:
 
     def _silent(self, most_seconds: float) -> WorkerLost | None:
         """The worker that has been silent the longest, where it has been for more than so many seconds: it is gone."""
-        silent = min(self._heard, key=self._heard.__getitem__)
+        left = self._heard.keys() - self.gone
+        if not left:
+            return None
+        silent = min(sorted(left), key=self._heard.__getitem__)
         seconds = self.clock.now() - self._heard[silent]
         if seconds <= most_seconds:
             return None
@@ -151,6 +156,8 @@ class Inbox:
 
     async def take(self, seconds: float) -> Happened | None:
         """The next thing that happens within `seconds`; None if nothing does."""
+        if self._kept:
+            return self._kept.popleft()
         try:
             async with asyncio.timeout(seconds):
                 happened = await self._queue.get()
@@ -176,10 +183,12 @@ class Inbox:
         """
         if failure.kind not in ("worker", "numerics") or failure.sample >= 0:
             return failure
+        kept: list[Happened] = [failure] if failure.worker >= 0 else []
         until = self.clock.now() + EXPLAIN_SECONDS
         while (left := until - self.clock.now()) > 0:
             match await self.take(left):
                 case Exit() as ended:
+                    self._kept.extend(kept)  # the run may go on without that worker
                     return self._lost(ended)
                 case Failed(kind=kind, sample=sample) as other if kind != "worker" and (
                     failure.kind == "worker" or sample >= 0
@@ -187,8 +196,11 @@ class Inbox:
                     return other
                 case StopNow() as stop:
                     return stop
-                case _:
-                    pass  # the run ends: what else was under way no longer counts
+                case None:
+                    pass
+                case other:
+                    kept.append(other)
         # A connection may break before the silence of a host that stands still, or is cut off, has lasted long enough.
         suspect = self._silent(self._runtime.lost_after_seconds / 3) if failure.kind == "worker" else None
+        self._kept.extend(kept if suspect is not None else ())
         return suspect or failure

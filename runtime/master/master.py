@@ -17,6 +17,7 @@ from realgraph.runtime.commands.actions import (
     Action,
     Checkpointed,
     CheckpointWritten,
+    EngineLost,
     EvalEnded,
     Event,
     Halt,
@@ -272,14 +273,17 @@ class Master:
             self._observers.observe(span)
 
     async def _perform(self, workers: WorkerGroup, actions: list[Action]) -> Halt | None:
+        unsent: TransportError | None = None
         for action in actions:
             match action:
                 case Send(worker=worker, command=command):
                     try:
                         await workers.socket.send(worker, command)
-                    except TransportError as error:
+                    except TransportError as error:  # the others get theirs: the run may go on without it
                         host = workers.fleet.host_of(worker)
-                        raise TransportError(f"{error}, on {host}" if host else str(error)) from None
+                        unsent = unsent or TransportError(f"{error}, on {host}" if host else str(error))
+                case EngineLost(text=text):
+                    self._observers.note(text, "warning")
                 case StepEnded():
                     self._step_ended(action)
                 case EvalEnded(step=step, metrics=metrics, best=best):
@@ -295,6 +299,8 @@ class Master:
                         self._observers.note(text, "warning")
                 case Halt():
                     return action
+        if unsent is not None:
+            raise unsent
         return None
 
     def _step_ended(self, ended: StepEnded) -> None:
@@ -313,7 +319,7 @@ class Master:
     async def _rescue(self, workers: WorkerGroup, inbox: Inbox) -> None:
         """After a failure: have the survivors save the state of the last whole step, where nothing newer is saved."""
         state = self._last_state
-        if state is None or state.step <= self._checkpoints.newest_step():
+        if state is None or self._job.rollout_alone or state.step <= self._checkpoints.newest_step():
             return
         self._recover()
         began = time.monotonic()

@@ -18,6 +18,7 @@ def flatten(ended: StepEnded, graph: Graph, plan: Plan) -> dict[str, float]:
     function starts before generation has ended) count as 0.
     """
     flat = {f"{call}/{name}": metric.value for call, values in ended.metrics.items() for name, metric in values.items()}
+    flat |= _effective_shares(flat)
     for call, allocation in plan.allocations.items():
         if f"{call}/{PEAK_BYTES}" in flat:
             flat[f"{call}/{PLANNED_BYTES}"] = float(allocation.peak_bytes)
@@ -36,10 +37,24 @@ def flatten(ended: StepEnded, graph: Graph, plan: Plan) -> dict[str, float]:
         "batch/new_tokens": float(ended.n_new_tokens),
         "batch/skipped_groups": float(ended.n_skipped),
         "batch/dropped_groups": float(ended.n_dropped),
+        "batch/surplus_groups": float(ended.n_surplus),
+        "batch/dropped_samples": float(ended.n_left_out),
         "staleness/mean": ended.age.value,
         "staleness/max": float(ended.oldest),
+        "staleness/p95": float(ended.age_p95),
     }
     return flat | {f"version/{role}": float(version) for role, version in ended.versions.items()}
+
+
+def _effective_shares(flat: Mapping[str, float]) -> dict[str, float]:
+    """`effective_share` of each loss that corrects for the policy that drew its tokens: so many tokens of the trained
+    policy itself, for each of them, would be worth as much. From means over the whole batch."""
+    shares = {}
+    for name, square in flat.items():
+        mean = flat.get(name.removesuffix("_square"), 0.0)
+        if name.endswith("behaviour_ratio_square") and square > 0:
+            shares[name.replace("behaviour_ratio_square", "effective_share")] = mean * mean / square
+    return shares
 
 
 def queue_seconds(call: str, spans: Mapping[str, CallSpan], graph: Graph) -> float:

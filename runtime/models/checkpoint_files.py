@@ -1,9 +1,10 @@
 """Tensors on disk: safetensors written by several processes at once, each its parts, and read back by name.
 
-The whole file is known before a byte of it is written: its header follows from the tensors' names, dtypes and shapes,
-and with it the place of every element. So each writer puts its parts where they belong and syncs what it wrote; they
-need no word of each other, and no part is ever larger in memory than a bucket. A failed write is an OSError that says
-which file. Knows no model and no optimizer.
+Every file is known before a byte of it is written: its header follows from the tensors' names, dtypes and shapes, and
+with it the place of every element. So each writer puts its parts where they belong and syncs what it wrote; they need
+no word of each other, and no part is ever larger in memory than a bucket. A system lets one process at a time write to
+a file, so there are several, of which each writer begins with another one. A failed write is an OSError that says which
+file. Knows no model and no optimizer.
 
 Format: 8 bytes little-endian header length, a JSON header with dtype, shape and offsets of each tensor, then the bytes
 (github.com/huggingface/safetensors).
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,7 +32,8 @@ from realgraph.runtime.parallel.cuts import Box
 from realgraph.runtime.parallel.exchange import WeightPart
 from realgraph.runtime.parallel.routes import cut_to
 
-SHARD_BYTES = 5 * 10**9  # of one file, as transformers writes them
+SHARD_BYTES = 5 * 10**9  # the most of one file, as transformers wrote them
+N_FILES, LEAST_BYTES = 8, 64 * 10**6  # so many files at least, where that leaves each as many bytes
 BUCKET_BYTES = 16 << 20  # of a part that is cast, brought to the host, or read at a time
 _NAMES = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}
 
@@ -51,11 +53,23 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class CheckpointTarget:
-    """Files `<stem>.safetensors`, or `<stem>-00001-of-0000N` with an index where one would exceed `shard_bytes`."""
+    """Files `<stem>.safetensors`, or `<stem>-00001-of-0000N` with an index where one would exceed `shard_bytes`; None:
+    as many as follow from the bytes of all tensors."""
 
     folder: RunPath
     stem: str
-    shard_bytes: int = SHARD_BYTES
+    shard_bytes: int | None = None
+
+
+class Writer(NamedTuple):
+    """One of the processes that write the same files. The first leads: it writes what the files have besides."""
+
+    number: int = 0
+    of: int = 1
+
+    @property
+    def leads(self) -> bool:
+        return self.number == 0
 
 
 @dataclass(frozen=True)
@@ -69,29 +83,37 @@ class TensorFile:
 
 
 def write_parts(
-    target: CheckpointTarget, entries: Sequence[TensorEntry], parts: Iterable[WeightPart], *, leads: bool
+    target: CheckpointTarget, entries: Sequence[TensorEntry], parts: Iterable[WeightPart], writer: Writer
 ) -> None:
     """Write this process's parts of the tensors `entries`, in any order, cast to their dtypes, and sync them.
 
-    All writers pass the same target and entries, and their parts together are all there is of the tensors. One of them
-    leads: it writes what the files have besides. Raises OSError where the disk refuses.
+    All writers pass the same target and entries, and their parts together are all there is of the tensors. Parts of one
+    among several stay as they are until the end; those of the only one may come and go. Raises OSError where the disk
+    refuses.
     """
     files = _tensor_files(target, entries)
     with ExitStack() as stack:
         opened = {file.name: _opened(target.folder / file.name, file, stack) for file in files}
-        if leads:
+        if writer.leads:
             for file in opened.values():
                 file.lead()
         places = {name: opened[file.name] for file in files for name in file.starts}
         by_name = {entry.name: entry for entry in entries}
-        for part in parts:
+        for part in parts if writer.of == 1 else _apart(parts, files, writer):
             places[part.name].write(by_name[part.name], part)
         for file in opened.values():
             file.sync()
-    if leads and len(files) > 1:
+    if writer.leads and len(files) > 1:
         where = {name: file.name for file in files for name in file.starts}
         index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": where}
         write_json(target.folder / f"{target.stem}.safetensors.index.json", index)
+
+
+def _apart(parts: Iterable[WeightPart], files: Sequence[TensorFile], writer: Writer) -> list[WeightPart]:
+    """The parts file by file, from another one on for each writer, so that they do not wait for each other."""
+    numbers = {name: i for i, file in enumerate(files) for name in file.starts}
+    first = writer.number * len(files) // writer.of
+    return sorted(parts, key=lambda part: (numbers[part.name] - first) % len(files))
 
 
 def _opened(path: RunPath, file: TensorFile, stack: ExitStack) -> "_Opened | _OpenedThere":
@@ -181,9 +203,11 @@ def _cut(box: Box, element_bytes: int, most_bytes: int) -> Iterator[Box]:
 def _tensor_files(target: CheckpointTarget, entries: Sequence[TensorEntry]) -> list[TensorFile]:
     """The files that hold the tensors, in order."""
     shards: list[list[TensorEntry]] = [[]]
-    size = 0
+    size, most = 0, target.shard_bytes
+    if most is None:
+        most = min(SHARD_BYTES, max(LEAST_BYTES, sum(entry.nbytes for entry in entries) // N_FILES))
     for entry in entries:
-        if shards[-1] and size + entry.nbytes > target.shard_bytes:
+        if shards[-1] and size + entry.nbytes > most:
             shards.append([])
             size = 0
         shards[-1].append(entry)

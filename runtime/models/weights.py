@@ -22,7 +22,7 @@ from realgraph.runtime.models.checkpoint_files import open_tensors, read_part
 from realgraph.runtime.models.heads import HEAD, SUPPORTED, Head, parameter_name
 from realgraph.runtime.models.remote_tensors import UnreadableTensors
 from realgraph.runtime.parallel.cuts import Box, overlap
-from realgraph.runtime.parallel.exchange import WeightPart
+from realgraph.runtime.parallel.exchange import Arriving, WeightPart
 from realgraph.runtime.parallel.pipeline.stage import stage_of
 from realgraph.runtime.parallel.tensor.pieces import TensorCut, cut_of, shard_of
 
@@ -204,27 +204,43 @@ def whole(weights: Weights) -> Parts:
 def take_weights(
     network: nn.Module,
     parts: Parts,
-    change: Callable[[Tensor, Tensor], object],
     held: Mapping[str, WeightPart] | None = None,
+    change: Callable[[Tensor, Tensor], object] | None = None,
 ) -> None:
     """Change every parameter (of a shard: its part; or what `held` has in its place, all of the same boxes) by the
-    parts of its name that come: change(own, new). Raises ValueError where a part has no place in the network, and where
-    parts are missing or came twice; those before have been taken."""
-    whole = {name: Box((0,) * len(shape), shape) for name, shape in whole_shapes(network).items()}
+    parts of its name that come: change(own, new); None: they are copied, if they don't come right there. Raises
+    ValueError where a part has no place in the network, and where parts are missing or came twice; those before have
+    been taken."""
     held = held_parts(network) if held is None else held
+    shapes: dict[str, tuple[int, ...]] = {}  # of all weights, once some part is of others than those here
     left = {name: own.box.numel for name, own in held.items()}
+    if change is None and isinstance(parts, Arriving):
+        parts.land_in(held)
     for name, box, values in parts:
-        if name not in whole:
-            raise ValueError(f"weight {name!r} is unknown")
-        inside = overlap(box, whole[name]) if len(box.shape) == len(whole[name].shape) else None
-        if inside is None or inside.in_first:
-            raise ValueError(f"weight {name!r} is {box.shape} at {box.start}, not in {whole[name].shape}")
-        common = overlap(held[name].box, box) if name in held else None
-        if common is not None:
-            change(held[name].values[common.in_first], values[common.in_second])
+        here = held.get(name)
+        common = overlap(here.box, box) if here is not None and len(here.box.shape) == len(box.shape) else None
+        if common is None or common.in_second:
+            shapes = shapes or whole_shapes(network)
+            _check_inside(name, box, shapes)
+        if here is not None and common is not None:
+            own, new = here.values[common.in_first], values[common.in_second]
+            if change is not None:
+                change(own, new)
+            elif own.data_ptr() != new.data_ptr():  # else it came right there
+                own.copy_(new)
             left[name] -= common.box.numel
     if wrong := sorted(name for name, numel in left.items() if numel):
         raise ValueError(f"weights are missing, or came twice: {wrong[:3]}")
+
+
+def _check_inside(name: str, box: Box, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ValueError for a part that has no place among weights of these shapes."""
+    if name not in shapes:
+        raise ValueError(f"weight {name!r} is unknown")
+    whole = Box((0,) * len(shapes[name]), shapes[name])
+    inside = overlap(box, whole) if len(box.shape) == len(whole.shape) else None
+    if inside is None or inside.in_first:
+        raise ValueError(f"weight {name!r} is {box.shape} at {box.start}, not in {whole.shape}")
 
 
 def full_tensors(network: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:

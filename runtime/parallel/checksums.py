@@ -6,14 +6,14 @@ mistakes, not forgery.
 """
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from realgraph.runtime.parallel.cuts import Box
 from realgraph.runtime.parallel.exchange import Reallocation, WeightPart, WorkerParts
+from realgraph.runtime.parallel.mapped import Said, expect, say, wait_for
 from realgraph.runtime.parallel.shares import Shares
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
@@ -41,26 +41,29 @@ class Checksums:
             self._came[numbers[part.name]] += checksum(part, self._shapes[part.name])
             yield part
 
-    def compare(self) -> None:
-        """Send what each receiver should have, and compare what came. Raises WeightsDiffer on the receiver."""
+    def count(self, held: Tensor) -> None:
+        """Take the checksums [tensors] of what lies here in the end, in the place of those of what came."""
+        self._came = held.to(self._came.device)
+
+    def compare(self, tell: Callable[[Tensor, int], Said | None] = say) -> list[Said]:
+        """Send what each receiver should have, and compare what came. Returns what is on its way to others; raises
+        WeightsDiffer on the receiver, and CollectiveError with the worker that is gone or far behind.
+
+        tell: sends values to a receiver; None: that one is gone, and not needed.
+        """
         place, expected = self._place, self._none()
         sums = {r: self._held(wants) for r, wants in self._moves.wants.items()} if place.worker in self._shares else {}
-        waits = [dist.isend(sums[r], r) for r in sums if r != place.worker]
+        told = [tell(sums[r], r) for r in sums if r != place.worker]
         if place.worker in self._moves.wants:
             arriving = {worker: self._none() for worker in self._shares if worker != place.worker}
-            receipts = [dist.irecv(tensor, worker) for worker, tensor in arriving.items()]
-            for work in receipts:
-                assert work is not None, "the default group has all workers"
-                work.wait()
+            wait_for([expect(tensor, worker) for worker, tensor in arriving.items()])
             expected = sum(arriving.values(), sums.get(place.worker, expected))
-        for work in waits:
-            assert work is not None, "the default group has all workers"
-            work.wait()
         wrong = [name for name, same in zip(self._shapes, (self._came == expected).tolist(), strict=True) if not same]
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            text = f"worker {place.worker} has not received {wrong[0]!r}{more} as it was sent"
+            text = f"worker {place.worker} does not have {wrong[0]!r}{more} as it was sent"
             raise WeightsDiffer(f"{text}: this is a mistake of realgraph or of a transport (runtime.verify_weights)")
+        return [said for said in told if said is not None]
 
     def _held(self, wants: Mapping[str, Box]) -> Tensor:
         """[tensors]: of what this worker speaks for among the boxes of one receiver."""

@@ -1,4 +1,4 @@
-"""The box of each Hugging Face tensor that a device holds. Knows names, shapes and ranks; no torch, device or layout.
+"""The box of each Hugging Face tensor that a device holds. Knows names, shapes, ranks and layouts; no torch.
 
 Tensor parallelism cuts vocabularies by rows, attention by heads and MLPs by width; norms, routers, value and score
 heads lie whole on every rank. KV heads fewer than the ranks are copied: rank r computes with head r x KV heads // tp.
@@ -9,12 +9,16 @@ an MLP. The cuts over ranks need not be even.
 
 import math
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
 from msgspec import Struct
 
 from realgraph.planner.inputs.model_spec import Head, ModelSpec, shape_faults
+from realgraph.planner.plan.axes import coordinates_of, expert_copies, expert_rank
+from realgraph.planner.plan.layout import Layout
+from realgraph.planner.plan.stages import layer_ranges, stages_of
 
 EMBEDDING, NORM, LM_HEAD, SCORE = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "score.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -100,6 +104,74 @@ def rows(shape: tuple[int, ...], ranks: int, rank: int) -> Box | None:
     each = math.ceil(shape[0] / ranks)
     size = min(each, shape[0] - rank * each)
     return _slab(shape, 0, rank * each, size) if size > 0 else None
+
+
+def layout_boxes(
+    shapes: Mapping[str, tuple[int, ...]], layout: Layout, model: tuple[ModelSpec, Head] | None
+) -> dict[int, dict[str, Box]]:
+    """The boxes that each device of a layout holds: the piece of its stage and tensor-parallel rank, and FSDP's rows of
+    it, which are cut over the dp x cp workers that hold the same piece."""
+    pieces: dict[Shard | None, dict[str, Box]] = {}
+    boxes: dict[int, dict[str, Box]] = {}
+    for device in layout.mesh.devices:
+        shard = _shard(model, layout, device)
+        if shard not in pieces:  # copies of a model hold the same
+            pieces[shard] = _pieces(shapes, model, shard)
+        held = pieces[shard]
+        if layout.sharding == "fsdp":
+            held = _own_rows(held, layout, device)
+        boxes[device] = dict(held)
+    return boxes
+
+
+def _pieces(
+    shapes: Mapping[str, tuple[int, ...]], model: tuple[ModelSpec, Head] | None, shard: Shard | None
+) -> dict[str, Box]:
+    """The boxes of the tensors of which a shard of a model holds a part; shard: None for all of it."""
+    if model is None or shard is None:
+        return {name: Box((0,) * len(shape), shape) for name, shape in shapes.items()}
+    cuts = {name: cut(*model, name, shape, shard) for name, shape in shapes.items()}
+    return {name: box for name, box in cuts.items() if box is not None}
+
+
+def _own_rows(pieces: Mapping[str, Box], layout: Layout, device: int) -> dict[str, Box]:
+    """The rows of the pieces that FSDP leaves on a device."""
+    dense, experts = _shards(layout, device), _expert_shards(layout, device)
+    own = {name: _rows_of(box, *(experts if is_expert(name) else dense)) for name, box in pieces.items()}
+    return {name: box for name, box in own.items() if box is not None}
+
+
+@lru_cache(maxsize=1 << 12)  # the layers of a model are alike
+def _rows_of(piece: Box, ranks: int, rank: int) -> Box | None:
+    own = rows(piece.shape, ranks, rank)
+    return own and Box((own.start[0] + piece.start[0], *piece.start[1:]), own.shape)
+
+
+@lru_cache(maxsize=1 << 10)
+def _shard(model: tuple[ModelSpec, Head] | None, layout: Layout, device: int) -> Shard | None:
+    """The place of a device among those that hold one copy; None where each has all of it."""
+    if layout.tp == layout.pp == layout.ep == 1:
+        return None
+    assert model is not None, "heads, widths, layers and experts say how a model is cut"
+    at = coordinates_of(layout, device)
+    chunks = layer_ranges(stages_of(*model, layout))[at.pp]
+    layers = tuple(number for chunk in chunks for number in chunk)
+    ends = (at.pp == 0, at.pp == layout.pp - 1)
+    return Shard(layers, *ends, at.tp, layout.tp, expert_rank(layout, device), layout.ep)
+
+
+def _shards(layout: Layout, device: int) -> tuple[int, int]:
+    """The ranks over which FSDP shards a tensor, and this device's among them."""
+    at = coordinates_of(layout, device)
+    return layout.dp * layout.cp, at.dp * layout.cp + at.cp
+
+
+def _expert_shards(layout: Layout, device: int) -> tuple[int, int]:
+    """The same of a tensor of a routed expert."""
+    if layout.ep == 1:
+        return _shards(layout, device)
+    copies = next(group for group in expert_copies(layout) if device in group)
+    return len(copies), copies.index(device)
 
 
 def cut(model: ModelSpec, head: Head, name: str, shape: tuple[int, ...], shard: Shard) -> Box | None:

@@ -1,15 +1,17 @@
-"""One worker's part in the messages of a reallocation: what it holds is packed and sent, what comes is handed out.
+"""One worker's part in the messages of a reallocation: what it holds is sent, what comes is handed out.
 
 All messages of a round are on their way at once, on CPUs those of several, and every worker goes through them in the
-same order. Beside what it holds, a worker has a bucket of what it sends and one of what it receives for each round that
-is under way; where a run has several hosts, also what has come to a host and is still to be handed on there. On CPUs
-they travel by gloo, between GPUs by NCCL. Workers that can read each other's memory need no messages: `mapped.py`.
+same order. A large piece travels alone: from the memory where it lies, and into the memory where it is wanted, where
+that is in one run and of the dtype in which weights travel. What is not so is packed. Beside what it holds, a worker
+has a bucket of packed pieces that it sends and one of those that it receives for each round of such that is under way;
+where a run has several hosts, also what has come to a host and is still to be handed on there. On CPUs messages travel
+by gloo, between GPUs by NCCL. Workers that can read each other's memory need none: `mapped.py`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
-from itertools import chain
+from itertools import chain, compress
+from operator import not_
 from typing import NamedTuple
 
 import torch
@@ -17,10 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realgraph.planner.inputs.model_spec import Head, ModelSpec
-from realgraph.planner.plan.axes import coordinates_of, expert_copies, expert_rank
 from realgraph.planner.plan.layout import Layout
-from realgraph.planner.plan.stages import layer_ranges, stages_of
-from realgraph.runtime.parallel.cuts import Box, Shard, cut, is_expert, overlap, rows
+from realgraph.runtime.parallel.cuts import Box, layout_boxes, overlap
 from realgraph.runtime.parallel.groups import Member
 from realgraph.runtime.parallel.rendezvous import CollectiveError
 from realgraph.runtime.parallel.routes import Holdings, Message, Piece, cut_to, rounds
@@ -29,7 +29,9 @@ from realgraph.runtime.wire.protocol import ArrivedBytes
 
 UNBOUNDED = 1 << 62  # elements of a bucket that nothing is copied to
 BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}  # by kind of device
-ROUNDS_AT_ONCE = {"cpu": 4, "cuda": 1}  # under way, each with buckets of its own: hides what gloo waits for
+PACKED_AT_ONCE = {"cpu": 4, "cuda": 1}  # rounds with packed pieces under way: hides what gloo waits for
+ROUNDS_AT_ONCE = {"cpu": 32, "cuda": 1}  # under way at all
+ALONE = 16  # pieces of this part of a bucket travel alone: their copies take longer than a message of their own
 
 
 class WeightPart(NamedTuple):
@@ -66,14 +68,23 @@ class WorkerParts(NamedTuple):
 def reallocation(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
-    between: tuple[Layout, Layout],
+    between: tuple[Layout, Layout | tuple[int, ...]],
     member: Member,
     model: tuple[ModelSpec, Head] | None = None,
+    receivers: Container[int] | None = None,
 ) -> Reallocation:
-    """The messages from the first layout to the second. shapes: of the whole tensors, by name. model: where tensor
-    pipeline or expert parallelism cuts it."""
+    """The messages from the first layout to the second, or to workers that each get all. shapes: of the whole tensors,
+    by name. model: where tensor pipeline or expert parallelism cuts it. receivers: the workers of the second side that
+    take part; None: all."""
     in_order = dict(sorted(shapes.items()))  # as on every other worker
-    held, wanted = (layout_boxes(in_order, layout, model) for layout in between)
+    source, target = between
+    held, all_of_it = layout_boxes(in_order, source, model), {n: Box((0,) * len(s), s) for n, s in in_order.items()}
+    if isinstance(target, Layout):
+        wanted = layout_boxes(in_order, target, model)
+    else:
+        wanted = dict.fromkeys(target, all_of_it)
+    if receivers is not None:
+        wanted = {worker: boxes for worker, boxes in wanted.items() if worker in receivers}
     bucket = BUCKET_BYTES[member.device.type]
     names = member.hosts or ("",) * member.n_workers
     hosts = [names.index(name) for name in names]
@@ -82,50 +93,29 @@ def reallocation(
     return Reallocation(messages, wanted, dtype, bucket, tuple(chain.from_iterable(whole)), tuple(hosts))
 
 
-def layout_boxes(
-    shapes: Mapping[str, tuple[int, ...]], layout: Layout, model: tuple[ModelSpec, Head] | None
-) -> dict[int, dict[str, Box]]:
-    """The boxes that each device of a layout holds: the piece of its stage and tensor-parallel rank, and FSDP's rows of
-    it, which are cut over the dp x cp workers that hold the same piece."""
-    boxes: dict[int, dict[str, Box]] = {}
-    for device in layout.mesh.devices:
-        held = {name: _box(name, shape, (layout, device), model) for name, shape in shapes.items()}
-        boxes[device] = {name: box for name, box in held.items() if box is not None}
-    return boxes
+class Arriving(Iterator[WeightPart]):
+    """Parts as they come. Who takes them may say, before the first, in which memory it wants them: some then come right
+    there."""
 
+    def __init__(self, begin: Callable[[Mapping[str, WeightPart]], Iterator[WeightPart]]) -> None:
+        """begin: brings the parts; given the memory in which they are wanted."""
+        self._begin = begin
+        self._wanted: Mapping[str, WeightPart] = {}
+        self._parts: Iterator[WeightPart] | None = None
 
-def _box(
-    name: str, shape: tuple[int, ...], place: tuple[Layout, int], model: tuple[ModelSpec, Head] | None
-) -> Box | None:
-    """The box of one tensor on one device of a layout; None where it has nothing of it."""
-    layout = place[0]
-    piece: Box | None = Box((0,) * len(shape), shape)
-    if layout.tp > 1 or layout.pp > 1 or layout.ep > 1:
-        assert model is not None, "heads, widths, layers and experts say how a model is cut"
-        piece = cut(*model, name, shape, _shard(model, *place))
-    if piece is None or layout.sharding != "fsdp":
-        return piece
-    own = rows(piece.shape, *_shards(name, *place))
-    return own and Box((own.start[0] + piece.start[0], *piece.start[1:]), own.shape)
+    def land_in(self, wanted: Mapping[str, WeightPart]) -> None:
+        """Say where they are wanted. Some may be overwritten before the first part is there."""
+        assert self._parts is None, "parts are on their way"
+        self._wanted = wanted
 
+    def through(self, look: Callable[[Iterator[WeightPart]], Iterator[WeightPart]]) -> "Arriving":
+        """The same parts, looked at on their way."""
+        return Arriving(lambda wanted: look(self._begin(wanted)))
 
-@lru_cache(maxsize=1 << 10)
-def _shard(model: tuple[ModelSpec, Head], layout: Layout, device: int) -> Shard:
-    """The place of a device among those that hold one copy."""
-    at = coordinates_of(layout, device)
-    chunks = layer_ranges(stages_of(*model, layout))[at.pp]
-    layers = tuple(number for chunk in chunks for number in chunk)
-    ends = (at.pp == 0, at.pp == layout.pp - 1)
-    return Shard(layers, *ends, at.tp, layout.tp, expert_rank(layout, device), layout.ep)
-
-
-def _shards(name: str, layout: Layout, device: int) -> tuple[int, int]:
-    """The ranks over which FSDP shards a tensor, and this device's among them."""
-    if layout.ep > 1 and is_expert(name):
-        copies = next(group for group in expert_copies(layout) if device in group)
-        return len(copies), copies.index(device)
-    at = coordinates_of(layout, device)
-    return layout.dp * layout.cp, at.dp * layout.cp + at.cp
+    def __next__(self) -> WeightPart:
+        if self._parts is None:
+            self._parts = self._begin(self._wanted)
+        return next(self._parts)
 
 
 class Arrivals:
@@ -139,19 +129,25 @@ class Arrivals:
         self.total += ArrivedBytes(0, n_bytes) if far else ArrivedBytes(n_bytes)
 
 
-def exchange(moves: Reallocation, place: WorkerParts, arrivals: Arrivals | None = None) -> Iterator[WeightPart]:
+def exchange(moves: Reallocation, place: WorkerParts, arrivals: Arrivals | None = None) -> Arriving:
     """Send what others lack, and yield what this worker wants: from its own parts and from those of others.
 
     Collective over all senders and receivers. A yielded part is good until the next is asked for. Raises
     CollectiveError with the worker that is gone or far behind.
     """
-    own = [*_own(place, moves)]
-    to_cast = max((part.box.numel for part in own if part.values.dtype != moves.dtype), default=0)
-    flight = _Flight(moves, place, to_cast)
-    for name, box, values in own:
-        same = values.dtype == moves.dtype
-        yield WeightPart(name, box, values if same else flight.cast(box, values))
-    for message, flat in flight.arrivals():
+
+    def begin(wanted: Mapping[str, WeightPart]) -> Iterator[WeightPart]:
+        yield from own_parts(moves, place)
+        yield from messages(moves, place, wanted, arrivals)
+
+    return Arriving(begin)
+
+
+def messages(
+    moves: Reallocation, place: WorkerParts, wanted: Mapping[str, WeightPart], arrivals: Arrivals | None
+) -> Iterator[WeightPart]:
+    """The parts that come from others. wanted: the memory where they are wanted, as far as it is known."""
+    for message, flat in _Flight(moves, place, wanted).arrivals():
         if arrivals is not None:
             far = bool(moves.hosts) and moves.hosts[message.sender] != moves.hosts[place.worker]
             arrivals.add(flat.nbytes, far=far)
@@ -160,19 +156,64 @@ def exchange(moves: Reallocation, place: WorkerParts, arrivals: Arrivals | None 
                 yield WeightPart(name, piece.box, one)
 
 
-def _own(place: WorkerParts, moves: Reallocation) -> Iterator[WeightPart]:
-    """All that this worker both wants and holds, as it is; what is to be cast in parts that fit into a bucket."""
-    most = moves.bucket_bytes // moves.dtype.itemsize
+def own_parts(moves: Reallocation, place: WorkerParts) -> Iterator[WeightPart]:
+    """All that this worker both wants and holds, as it travels."""
+    for part in own_views(place):
+        yield from travelling(part, moves)
+
+
+def own_views(place: WorkerParts) -> Iterator[WeightPart]:
+    """All that a worker both wants and holds, where it lies."""
     for name, box in place.wants.items():
         held = place.holds.get(name)
         common = overlap(held.box, box) if held is not None else None
-        if held is None or common is None:
-            continue
-        if held.values.dtype == moves.dtype:
+        if held is not None and common is not None:
             yield WeightPart(name, common.box, held.values[common.in_first])
-            continue
-        for part in cut_to(common.box, most):
-            yield WeightPart(name, part, _values(held, part))
+
+
+def travelling(part: WeightPart, moves: Reallocation) -> Iterator[WeightPart]:
+    """A part in the dtype in which weights travel: as it is, or cast, a bucket at a time."""
+    if part.values.dtype == moves.dtype:
+        yield part
+        return
+    for box in cut_to(part.box, moves.bucket_bytes // moves.dtype.itemsize):
+        yield WeightPart(part.name, box, _values(part, box).to(moves.dtype))
+
+
+def copied(parts: Iterable[WeightPart], moves: Reallocation, wanted: Mapping[str, WeightPart]) -> Iterator[WeightPart]:
+    """The same parts where they are wanted, those that have no such place as they travel. All copies follow each other:
+    between two that empty the caches a line of Python costs as much as a hundred kilobytes."""
+    by_name: dict[str, list[WeightPart]] = {}
+    found, landed = list[WeightPart](), list[WeightPart]()  # the same: where they lie, and are to lie
+    for part in parts:
+        into = wanted.get(part.name)
+        common = overlap(into.box, part.box) if into is not None and into.values.dtype == moves.dtype else None
+        if into is None or common is None or common.in_second:
+            yield from travelling(part, moves)
+        else:
+            by_name.setdefault(part.name, []).append(part)
+            found.append(part)
+            landed.append(WeightPart(part.name, part.box, into.values[common.in_first]))
+    joined = {name for name, some in by_name.items() if len(some) > 1 and _columns(some, wanted[name])}
+    sources, targets = ([part.values for part in some if part.name not in joined] for some in (found, landed))
+    with torch.no_grad():
+        if targets:
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+        for name in joined:  # row by row: each page of memory is written once
+            columns = sorted(by_name[name], key=lambda part: part.box.start)
+            torch.cat([part.values for part in columns], 1, out=wanted[name].values)
+    yield from landed
+
+
+def _columns(parts: Sequence[WeightPart], whole: WeightPart) -> bool:
+    """True for the columns of all of a matrix, in its dtype."""
+    matrix, boxes = whole.box, [part.box for part in parts]
+    return (
+        len(matrix.shape) == 2
+        and sum(box.numel for box in boxes) == matrix.numel
+        and all(box.start[0] == matrix.start[0] and box.shape[0] == matrix.shape[0] for box in boxes)
+        and all(part.values.dtype == whole.values.dtype for part in parts)
+    )
 
 
 class _Buffers(NamedTuple):
@@ -202,69 +243,104 @@ class _Flight:
     """The rounds of one worker. Several are under way at a time: while one comes, those after it are packed and sent,
     as far as this worker has what they hand on."""
 
-    def __init__(self, moves: Reallocation, place: WorkerParts, to_cast: int) -> None:
-        """to_cast: the most elements that `cast` takes."""
-        worker = place.worker
+    def __init__(self, moves: Reallocation, place: WorkerParts, wanted: Mapping[str, WeightPart]) -> None:
+        """wanted: the memory where parts are wanted."""
+        worker, least = place.worker, moves.bucket_bytes // moves.dtype.itemsize // ALONE
         own = [[m for m in messages if worker in (m.sender, *m.receivers)] for messages in moves.rounds]
-        self._place, self._rounds = place, [messages for messages in own if messages]
+        self._place, self._wanted, self._dtype = place, wanted, moves.dtype
+        self._rounds = [[one for m in messages for one in _travelling(m, least)] for messages in own if messages]
         out = [[m for m in messages if m.sender == worker] for messages in self._rounds]
         into = [[m for m in messages if m.sender != worker] for messages in self._rounds]
         self._sends = {piece for messages in out for message in messages for piece in message.pieces}
         self._comes = {piece for messages in into for message in messages for piece in message.pieces}
         self._passing: dict[Piece, Tensor] = {}  # what has come and is to be handed on
-        sizes = [[_most(out), _most(into)] for _ in range(ROUNDS_AT_ONCE[place.device.type])]
-        sizes[0][1] = max(sizes[0][1], to_cast)
+        packed = [[m for m in messages if self._lying(m, sent=True) is None] for messages in out]
+        unpacked = [[m for m in messages if self._lying(m, sent=False) is None] for messages in into]
+        self._packs = [bool(a or b) for a, b in zip(packed, unpacked, strict=True)]  # by round
+        sizes = _most(packed), _most(unpacked)
         self._buffers = [
-            _Buffers(*(torch.empty(size, dtype=moves.dtype, device=place.device) for size in both)) for both in sizes
+            _Buffers(*(torch.empty(size, dtype=moves.dtype, device=place.device) for size in sizes))
+            for _ in range(min(sum(self._packs), PACKED_AT_ONCE[place.device.type]))
         ]
-
-    def cast(self, box: Box, values: Tensor) -> Tensor:
-        """Own values in the dtype in which weights travel. Before `arrivals`, whose memory this is."""
-        return self._buffers[0].into[: box.numel].view(box.shape).copy_(values)
+        self._users: list[_Round] = []  # of buffers, in turn
 
     def arrivals(self) -> Iterator[tuple[Message, Tensor]]:
         """Every message that comes, each as one flat tensor, which is good until the next is asked for."""
         under_way: list[_Round] = []
-        depth = len(self._buffers)
         for number in range(len(self._rounds)):
-            while len(under_way) < min(number + depth, len(self._rounds)) and self._has(len(under_way), number):
-                if len(under_way) >= depth:
-                    _wait(under_way[len(under_way) - depth].sent)
+            while self._goes(len(under_way), number):
                 under_way.append(self._begin(len(under_way)))
             _wait(under_way[number].coming)
             for message, flat in under_way[number].arrived:
                 for piece, those in zip(message.pieces, _split(message, flat), strict=True):
                     if piece in self._sends:
-                        self._passing[piece] = those.clone()
+                        self._passing[piece] = those if self._lying(message, sent=False) is not None else those.clone()
                 yield message, flat
-        for each in under_way[-depth:]:
+        for each in under_way:
             _wait(each.sent)
 
-    def _has(self, ahead: int, number: int) -> bool:
-        """True where all that a round sends is here, as it is once the rounds before it have come."""
+    def _goes(self, ahead: int, number: int) -> bool:
+        """True where a round may begin while `number` is still to come: there are buffers for it, and all that it sends
+        is here, as it is once the rounds before it have come."""
+        if ahead >= min(number + ROUNDS_AT_ONCE[self._place.device.type], len(self._rounds)):
+            return False
+        if self._packs[ahead] and sum(self._packs[number:ahead]) >= len(self._buffers):
+            return False
         pieces = (piece for m in self._rounds[ahead] if m.sender == self._place.worker for piece in m.pieces)
         return ahead == number or all(piece in self._passing for piece in pieces if piece in self._comes)
 
     def _begin(self, number: int) -> _Round:
         """Send and receive a round's messages, in the order that both ends have."""
-        worker, buffers = self._place.worker, self._buffers[number % len(self._buffers)]
-        begun = _Round([], [], [])
+        worker, begun, buffers = self._place.worker, _Round([], [], []), None
+        if self._packs[number]:
+            turn, depth = len(self._users), len(self._buffers)
+            if turn >= depth:
+                _wait(self._users[turn - depth].sent)
+            self._users.append(begun)
+            buffers = self._buffers[turn % depth]
         n_out = n_into = 0
         for message in self._rounds[number]:
+            flat = self._lying(message, sent=message.sender == worker)
             if message.sender == worker:
-                flat = buffers.out[n_out : n_out + message.numel]
-                n_out += message.numel
-                _pack(message, flat, self._place, self._passing)
+                if flat is None:
+                    assert buffers is not None, "a round that packs has buffers"
+                    flat = buffers.out[n_out : n_out + message.numel]
+                    n_out += message.numel
+                    _pack(message, flat, self._place, self._passing)
                 for receiver in message.receivers:
                     with naming(receiver):
                         begun.sent.append((receiver, dist.isend(flat, receiver)))
             else:
-                flat = buffers.into[n_into : n_into + message.numel]
-                n_into += message.numel
+                if flat is None:
+                    assert buffers is not None, "a round that packs has buffers"
+                    flat = buffers.into[n_into : n_into + message.numel]
+                    n_into += message.numel
                 with naming(message.sender):
                     begun.coming.append((message.sender, dist.irecv(flat, message.sender)))
                 begun.arrived.append((message, flat))
         return begun
+
+    def _lying(self, message: Message, *, sent: bool) -> Tensor | None:
+        """The memory that a message is sent from, or comes into, as it lies here; None where it has to be packed."""
+        parts = self._place.holds if sent else self._wanted
+        piece, *more = message.pieces
+        if more or len(piece.tensors) != 1 or (sent and piece in self._comes):
+            return None
+        part = parts.get(piece.tensors[0])
+        if part is None or part.values.dtype != self._dtype or part.box.intersect(piece.box) != piece.box:
+            return None
+        values = _values(part, piece.box)
+        return values.detach().view(-1) if values.is_contiguous() else None
+
+
+def _travelling(message: Message, least: int) -> Iterator[Message]:
+    """A message as it travels, alike at both ends: pieces of a tensor that have `least` elements alone, the others
+    together."""
+    alone = tuple(len(piece.tensors) == 1 and piece.numel >= least for piece in message.pieces)
+    for piece in compress(message.pieces, alone):
+        yield message._replace(pieces=(piece,))
+    if not all(alone):
+        yield message._replace(pieces=tuple(compress(message.pieces, map(not_, alone))))
 
 
 def _split(message: Message, flat: Tensor) -> Sequence[Tensor]:

@@ -242,7 +242,7 @@ class Collectives:
 
     def __init__(self, member: Member, store: Store | None, layouts: Iterable[Layout]) -> None:
         """Collective: every worker passes the same `layouts` (any order). With one worker there is no store to need."""
-        self.member = member
+        self.member, self._store = member, store
         self._groups: dict[tuple[int, ...], Ranks] = {}
         self._sessions: dict[tuple[int, ...], Ranks] = {}
         if member.n_workers == 1:
@@ -295,6 +295,12 @@ class Collectives:
         if len({hosts[worker] for worker in workers} if hosts else {""}) > 1:
             return None
         return open_shared_memory(store, workers, self.member.worker, timeout, f"{purpose}/{_key(workers)}")
+
+    @property
+    def store(self) -> Store:
+        """That through which all workers have met, for words between them."""
+        assert self._store is not None, "one worker alone has nobody to talk to"
+        return self._store
 
     def ranks(self, mesh: DeviceMesh) -> Ranks:
         """The workers of a mesh that this one belongs to. Raises KeyError for a mesh that was not announced."""

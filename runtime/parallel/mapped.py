@@ -1,15 +1,18 @@
 """Reallocation between workers of one host: a receiver copies what it lacks straight out of the senders' memory.
 
 Every sender tells its receivers where its weights lie (`segments.py`). A receiver that can open that memory keeps it
-mapped, read-only; from then on a reallocation is a word between each two of them before, one copy of each byte, and a
-word after it, before which no sender goes on. One that can't open the memory of all its senders (another host, a
-sandbox, weights that wait elsewhere) is sent messages instead.
+mapped, read-only. From then on a reallocation lends it the weights as they lie there: the sender says a word and goes
+on, the receiver copies each byte once and says one, too. Until all have, weights must not change: `settle` waits for
+it. One that can't open the memory of all its senders (another host, a sandbox, weights that wait elsewhere) is sent
+messages instead.
 """
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -20,13 +23,26 @@ from torch import Tensor
 
 from realgraph.runtime.memory.anonymous import Window, map_bytes
 from realgraph.runtime.parallel.cuts import Box
-from realgraph.runtime.parallel.exchange import Arrivals, Reallocation, WeightPart, WorkerParts, exchange, naming
-from realgraph.runtime.parallel.routes import cut_to
+from realgraph.runtime.parallel.exchange import (
+    Arrivals,
+    Arriving,
+    Reallocation,
+    WeightPart,
+    WorkerParts,
+    copied,
+    messages,
+    naming,
+    own_views,
+)
+from realgraph.runtime.parallel.rendezvous import CollectiveError
 from realgraph.runtime.parallel.segments import MARK_BYTES
 
 log = logging.getLogger(__name__)
 
 DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+
+T = TypeVar("T")
+Said = tuple[int, Tensor, dist.Work]  # the other end, what must live until it has arrived, its arrival
 
 
 class PlacedPart(Struct, frozen=True, array_like=True):
@@ -63,53 +79,115 @@ class MappedRoute:
     host: the name of this worker's. Workers under another one are sent messages, whatever memory they could open.
     """
 
-    def __init__(self, moves: Reallocation, worker: int, host: str) -> None:
+    def __init__(self, moves: Reallocation, worker: int, host: str, expendable: Set[int] = frozenset()) -> None:
+        """expendable: receivers without which this worker goes on where they are gone."""
         self._moves, self._worker, self._host = moves, worker, host
+        self._expendable, self._gone = expendable, set[int]()
         self.arrivals = Arrivals()
-        messages = [*moves.reads, *chain.from_iterable(moves.rounds)] if moves.reads else []
-        self._receivers = sorted({r for message in messages if message.sender == worker for r in message.receivers})
-        self._senders = sorted({message.sender for message in messages if worker in message.receivers})
-        self._told: list[int] | None = None  # the places of the weights that the receivers know
+        every = [*moves.reads, *chain.from_iterable(moves.rounds)] if moves.reads else []
+        self._receivers = sorted({r for message in every if message.sender == worker for r in message.receivers})
+        self._senders = sorted({message.sender for message in every if worker in message.receivers})
+        self._shared = {  # weights of which others have a part, too, that this worker lacks
+            name
+            for message in moves.reads
+            if worker in message.receivers
+            for piece in message.pieces
+            for name in piece.tensors
+        }
+        self._registered: list[int] | None = None  # addresses of the weights, once the receivers have them
+        self._messages: dict[frozenset[int], Reallocation] = {}  # of this worker, by the workers that read
         self._reach: dict[int, Mapping[str, WeightPart] | None] = {}  # the senders' weights; None: out of reach
         self._found: list[WeightPart] | None = None  # there, what this worker lacks; None: messages are to bring it
+        self._readers: frozenset[int] = frozenset()  # the receivers that have found what they lack in senders' memory
+        self.lent: list[Said] = []  # on its way to receivers, and the words of readers, since the last `settle`
+        self._returned: list[Said] = []  # the words that this worker, as a reader, has said last
 
-    def bring(self, place: WorkerParts) -> Iterator[WeightPart]:
-        """Do as `exchange` does, with the parts in another order.
+    def bring(self, place: WorkerParts) -> Arriving:
+        """Do as `exchange` does, with the parts in another order. Readers have theirs on loan until `settle`.
 
         Collective over all senders and receivers. Raises CollectiveError with the worker that is gone or far behind.
         """
-        self._meet(place)
-        reads = self._found is not None
-        asked = [_say(_word(reads), sender) for sender in self._senders]
-        readers = {receiver for receiver in self._receivers if _heard(_word(), receiver).item()}
-        _settle(asked)
-        yield from exchange(_without(self._moves, readers | {self._worker} if reads else readers), place, self.arrivals)
-        yield from self._read()
-        done = [_say(_word(), sender) for sender in self._senders if reads]
-        for reader in sorted(readers):  # until then weights must not change
-            _heard(_word(), reader)
-        _settle(done)
+        return Arriving(lambda wanted: self._bring(place, wanted))
 
-    def _meet(self, place: WorkerParts) -> None:
-        """Tell the receivers that the weights are final, and where they lie if that is new; hear it of the senders."""
+    def _bring(self, place: WorkerParts, wanted: Mapping[str, WeightPart]) -> Iterator[WeightPart]:
+        wait_for(self._returned)
+        first = self._registered is None
+        self._tell(place, first)
+        own = list(own_views(place))
+        yield from copied((part for part in own if part.name not in self._shared), self._moves, wanted)
+        self._hear(first)
+        reads = self._found is not None
+        apart = self._readers | self._gone
+        left = self._left(apart | {self._worker} if reads else apart)
+        yield from messages(left, place, wanted, self.arrivals)
+        for part in self._found or ():
+            self.arrivals.add(part.box.numel * self._moves.dtype.itemsize, far=False)
+        rest = [*(part for part in own if part.name in self._shared), *(self._found or ())]
+        yield from copied(rest, self._moves, wanted)
+        self._returned = [say(_word(), sender) for sender in self._senders if reads]
+        self._lend(_awaited, self._readers)
+
+    def settle(self) -> None:
+        """Before the weights change: wait until no reader has them on loan. Raises CollectiveError with the one that is
+        gone or far behind."""
+        lent, returned, self.lent, self._returned = self.lent, self._returned, [], []
+        wait_for(returned)
+        for one in lent:
+            self._unless_gone(one[0], partial(wait_for, [one]), None)
+
+    def tell(self, values: Tensor, receiver: int) -> Said | None:
+        """Send `values` to a receiver, and wait for nothing; None where it is gone, and this worker goes on."""
+        return self._unless_gone(receiver, partial(say, values, receiver), None)
+
+    def _lend(self, begin: Callable[[int], Said], receivers: Iterable[int]) -> None:
+        """Begin a message with each of some receivers, which ends before the next `settle` does."""
+        begun = [self._unless_gone(receiver, partial(begin, receiver), None) for receiver in sorted(receivers)]
+        self.lent += [one for one in begun if one is not None]
+
+    def _unless_gone(self, receiver: int, message: Callable[[], T], otherwise: T) -> T:
+        """Pass a message with a receiver; of an expendable one that is gone, nothing is awaited from there on."""
+        if receiver in self._gone:
+            return otherwise
+        try:
+            return message()
+        except CollectiveError as error:
+            if receiver not in self._expendable:
+                raise
+            log.warning("going on without worker %d: %s", receiver, error)
+            self._gone.add(receiver)
+            return otherwise
+
+    def _reads(self, receiver: int) -> bool:
+        """The word of a receiver: it reads the weights itself. One that is gone gets none as messages either."""
+        return self._unless_gone(receiver, lambda: bool(_heard(_word(), receiver).item()), True)
+
+    def _tell(self, place: WorkerParts, first: bool) -> None:
+        """Tell the receivers that the weights are final; at first also where they lie."""
         parts = place.holds.values() if place.segment is not None else ()
-        places = [part.values.data_ptr() for part in parts]
-        news = msgspec.msgpack.encode(_address(place, self._host)) if places != self._told else b""
-        said = [_say(_word(len(news)), receiver) for receiver in self._receivers]
-        if news:
+        addresses = [part.values.data_ptr() for part in parts]
+        assert first or addresses == self._registered, "weights that others read stay where they are"
+        news = msgspec.msgpack.encode(_address(place, self._host)) if first else b""
+        self._lend(partial(say, _word(len(news))), self._receivers)
+        if first:
             data = torch.frombuffer(bytearray(news), dtype=torch.uint8)
-            said += [_say(data, receiver) for receiver in self._receivers]
-        heard = {}
-        for sender in self._senders:
-            if size := int(_heard(_word(), sender)):
-                heard[sender] = _heard(torch.empty(size, dtype=torch.uint8), sender).numpy().tobytes()
-        _settle(said)
-        self._told = places
+            self._lend(partial(say, data), self._receivers)
+        self._registered = addresses
+
+    def _hear(self, first: bool) -> None:
+        """Hear of the senders that their weights are final; at first also where they lie, and who of the receivers can
+        read them there."""
+        sizes = {sender: int(_heard(_word(), sender)) for sender in self._senders}
+        if not first:
+            return
+        heard = {sender: _heard(torch.empty(size, dtype=torch.uint8), sender) for sender, size in sizes.items()}
+        self._reach = {sender: self._open(sender, told.numpy().tobytes()) for sender, told in heard.items()}
+        self._found = self._find()
         if heard:
-            self._reach |= {sender: self._open(sender, told) for sender, told in heard.items()}
-            self._found = self._find()
             way = "are read where they lie" if self._found is not None else "come as messages"
             log.info("weights of workers %s %s", ", ".join(map(str, self._senders)), way)
+        answers = [say(_word(self._found is not None), sender) for sender in self._senders]
+        self._readers = frozenset(receiver for receiver in self._receivers if self._reads(receiver))
+        wait_for(answers)
 
     def _open(self, sender: int, told: bytes) -> Mapping[str, WeightPart] | None:
         """The weights of a sender as they lie in its memory; None where that is out of reach."""
@@ -140,16 +218,20 @@ class MappedRoute:
                     found.append(WeightPart(part.name, piece.box, values))
         return found
 
-    def _read(self) -> Iterator[WeightPart]:
-        """The parts that were found, in the dtype in which weights travel."""
-        dtype = self._moves.dtype
-        for name, box, values in self._found or ():
-            self.arrivals.add(box.numel * dtype.itemsize, far=False)
-            if values.dtype == dtype:
-                yield WeightPart(name, box, values)
-                continue
-            for part in cut_to(box, self._moves.bucket_bytes // dtype.itemsize):
-                yield WeightPart(name, part, values[part.within(box).slices].to(dtype))
+    def _left(self, readers: frozenset[int]) -> Reallocation:
+        """The messages of this worker to those that don't read."""
+        if readers not in self._messages:
+            rounds = (
+                tuple(
+                    message._replace(receivers=receivers)
+                    for message in together
+                    if (receivers := tuple(receiver for receiver in message.receivers if receiver not in readers))
+                    and self._worker in (message.sender, *receivers)
+                )
+                for together in self._moves.rounds
+            )
+            self._messages[readers] = self._moves._replace(rounds=tuple(filter(None, rounds)))
+        return self._messages[readers]
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -193,37 +275,36 @@ def _mapped(address: SegmentAddress) -> dict[str, WeightPart]:
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 
-def _without(moves: Reallocation, readers: Set[int]) -> Reallocation:
-    """The messages to those that don't read."""
-    left = (
-        tuple(
-            message._replace(receivers=receivers)
-            for message in messages
-            if (receivers := tuple(receiver for receiver in message.receivers if receiver not in readers))
-        )
-        for messages in moves.rounds
-    )
-    return moves._replace(rounds=tuple(left))
-
-
-_Said = tuple[int, Tensor, dist.Work]  # receiver, what must live until it has arrived, its arrival
-
-
 def _word(value: int = 0) -> Tensor:
     return torch.tensor([value])
 
 
-def _say(values: Tensor, receiver: int) -> _Said:
+def say(values: Tensor, receiver: int) -> Said:
+    """Send `values`, and wait for nothing."""
     with naming(receiver):
         work = dist.isend(values, receiver)
     assert work is not None, "the default group has all workers"
     return receiver, values, work
 
 
-def _settle(said: Iterable[_Said]) -> None:
-    for receiver, _, work in said:
-        with naming(receiver):
+def wait_for(said: Iterable[Said]) -> None:
+    """Until all has arrived. Raises CollectiveError with the worker that is gone or far behind."""
+    for peer, _, work in said:
+        with naming(peer):
             work.wait()
+
+
+def expect(values: Tensor, sender: int) -> Said:
+    """Take what a worker is going to send into `values`, and wait for nothing."""
+    with naming(sender):
+        work = dist.irecv(values, sender)
+    assert work is not None, "the default group has all workers"
+    return sender, values, work
+
+
+def _awaited(sender: int) -> Said:
+    """A word that a worker is going to say."""
+    return expect(_word(), sender)
 
 
 def _heard(into: Tensor, sender: int) -> Tensor:

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from realgraph.runtime.parallel.cuts import Box
 
-PIECES_PER_BUCKET = 4  # at least: small ones fill it better and balance senders, and take longer to plan and to pack
+PIECES_PER_BUCKET = 4  # at least: small ones fill it better and balance senders, and take longer to plan and to send
+BUCKETS_PER_HOLDER = 4  # of a cell that is cut into pieces of a whole bucket: so large that senders are balanced anyway
 FULL = 7 / 8  # of a bucket: what is left of it waits for no further piece
 WINDOW = 16  # rounds, up to a worker's last one, that a further piece may go into
 
@@ -149,8 +150,10 @@ def _covered(boxes: Mapping[Box, Sequence[int]], edges: Sequence[Sequence[int]])
 
 
 def _pieces(tensors: Sequence[str], cell: Cell, most: int) -> Iterator[Piece]:
-    """The cell of all tensors, in pieces that leave room for others in a bucket; one for each holder, if it can be."""
-    size = max(1, most // PIECES_PER_BUCKET)
+    """The cell of all tensors, in pieces that leave room for others in a bucket, if it is not large; one for each
+    holder, if it can be."""
+    large = cell.box.numel >= BUCKETS_PER_HOLDER * len(cell.holders) * most
+    size = most if large else max(1, most // PIECES_PER_BUCKET)
     together = max(1, min(size // cell.box.numel, math.ceil(len(tensors) / len(cell.holders))))
     for box in cut_to(cell.box, size):
         for i in range(0, len(tensors), together):

@@ -53,6 +53,9 @@ class SharedMemory:
         self._waits = [(peer, ctypes.c_void_p(first + _semaphore(rank, peer, self.size))) for peer in self._looks]
         notes = _notes_at(self.size)
         self._notes = whole[notes : notes + 3 * self.size * _NOTE.itemsize].view(_NOTE).view(3, self.size)
+        # Read while a rank waits, so as often as chance will have it: by no operation of torch, since selective
+        # recomputation counts those of a forward pass and of its repetition.
+        self._left = self._notes[2].numpy()
         slots = whole[_slots_at(self.size) :].view(2, self.size, SLOT_BYTES)
         self._slots: dict[torch.dtype, Tensor] = {torch.uint8: slots}
         self._round = 0
@@ -151,7 +154,7 @@ class SharedMemory:
 
     def close(self) -> None:
         """Leave: peers that wait for this rank, now or later, get an error. Not collective."""
-        self._notes[2, self.rank] = 1
+        self._left[self.rank] = 1
         for descriptor in (self._file, *self._looks.values()):
             os.close(descriptor)
 
@@ -202,7 +205,7 @@ class SharedMemory:
         """Raises CollectiveError where a peer that this rank waits for will not come."""
         ended = select.poll()
         ended.register(self._looks[peer], select.POLLIN)
-        left = bool(self._notes[2, peer]) or bool(ended.poll(0))
+        left = bool(self._left[peer]) or bool(ended.poll(0))
         value = ctypes.c_int()
         self._libc.sem_getvalue(semaphore, ctypes.byref(value))
         if value.value > 0:  # it came before it left

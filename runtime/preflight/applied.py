@@ -6,6 +6,7 @@ import msgspec
 
 from realgraph.graphs.applied import Applied, applied_of
 from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.functions import sample_filter
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.maths import TokenMean
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, Train
@@ -42,12 +43,13 @@ def _tried(graph: Graph, host: FunctionHost, entries: Sequence[Applied], folder:
     """The fault of the last entry, and what should be known of it."""
     entry = entries[-1]
     needed = entries if entry.kind == "step" else entries[-1:]
+    n = graph.samples_per_group
     trial = {
         "call": msgspec.to_builtins(_part(graph.calls[entry.call], entry)),
         "entry": entry.entry,
         "fns": {f"{one.path}.fn": one.fn for one in needed},
         "keys": {key: msgspec.to_builtins(graph.keys[key].type) for key in graph.reads[entry.call]},
-        "samples_per_group": graph.samples_per_group,
+        "group_sizes": (n, graph.least_samples if sample_filter(graph.calls) else n),
         "dtype": graph.models[graph.role(entry.call)].dtype if graph.role(entry.call) else "float32",
         "folder": folder,
     }

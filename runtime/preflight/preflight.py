@@ -74,7 +74,7 @@ def check_tokens(job: Job, data: DataSet, rows: Sequence[DataRow], tokenizer: To
             continue
         folder = Path(model_source(job.graph, call.model)[0]).expanduser()
         stops_of(name, call, job.data, tokenizer, folder if folder.is_dir() else None)
-        for own in open_own_tokens(job.graph).values():
+        for own in open_own_tokens(job.graph).values() if name == job.graph.generates[0] else ():
             tokens: Sequence[int] = ()
             for row in rows:
                 asked = data.asked(row, call.reads[0])
@@ -180,8 +180,18 @@ def _made_up(graph: Graph, row: DataRow, tokenizer: Tokenizer) -> Known:
         for name in row.samples[0]:
             known[name] = (graph.keys[name].type.level, [sample[name] for sample in row.samples])
         return known | _made_numbers(graph, [len(sample[TOKENS]) for sample in row.samples])
-    known |= _made_generated(row, tokenizer, graph.samples_per_group)
+    made = _made_generated(row, tokenizer, graph.samples_per_group)
+    for name in graph.generates if graph.leading else ():
+        known |= _of_call(graph, name, made)
+    known |= made  # of several calls too: what is shown of samples
     return known | _made_numbers(graph, [len(tokens) for tokens in known[TOKENS][1]])
+
+
+def _of_call(graph: Graph, name: str, made: Known) -> Known:
+    """The keys of one of several generate calls; one value of each where it makes one sample for a whole group."""
+    full = {f"{name}.{key}": value for key, (_, value) in made.items()}
+    levels: dict[str, Level] = {key: graph.keys[key].type.level for key in full if key in graph.keys}
+    return {key: (level, full[key][0] if level == "group" else full[key]) for key, level in levels.items()}
 
 
 def _made_generated(row: DataRow, tokenizer: Tokenizer, samples_per_group: int) -> Known:
@@ -286,4 +296,4 @@ def _first(results: Sequence[UnitResult]) -> str:
 
 
 def _number(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else repr(value)
+    return f"{value:g}" if isinstance(value, float) else _short(value) if isinstance(value, str) else repr(value)

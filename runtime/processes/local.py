@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from realgraph.runtime.job.rotation import last_lines
 from realgraph.runtime.processes import processes
 from realgraph.runtime.processes.clock import time_limit
 from realgraph.runtime.processes.environment import variables
-from realgraph.runtime.processes.launcher import LaunchError, WorkerBoot, WorkerProgram, WorkerStacks
+from realgraph.runtime.processes.launcher import LaunchError, WorkerBoot, WorkerProgram, WorkerStacks, describe_exit
 from realgraph.runtime.processes.processes import Exited, Preloaded, Started
 from realgraph.runtime.processes.stacks import forget_empty, size_of, stacks_file, why_silent, written_since
 from realgraph.runtime.wire.curve import LOOPBACK
@@ -76,18 +76,80 @@ def open_server(pipe: socket.socket, modules: Sequence[str], threads: int) -> Fo
         )
 
 
-class LocalFleet:
-    """Implements `launcher.Fleet` for the workers of this host. Made by `LocalLauncher`."""
+class _Server:
+    """A fork server and the pipe to it, for one task at a time of any event loop. `end` it in every case."""
 
-    def __init__(self, server: ForkServer, pipe: socket.socket, boots: Sequence[WorkerBoot]) -> None:
-        self._server = server
-        self._pipe = pipe
+    def __init__(self, modules: Sequence[str], threads: int) -> None:
+        """modules: that it preloads. threads: of one operation in what it starts. To be made in the main thread: on
+        Linux it ends with the thread that started it. Raises OSError."""
+        self._pipe, theirs = socket.socketpair()
+        self._pipe.setblocking(False)
+        with theirs:
+            self._process = open_server(theirs, modules, threads)
+        self._buffer = bytearray()
+        self.is_preloaded = False
+
+    async def preloaded(self) -> None:
+        """Wait until it has its modules. Raises LaunchError."""
+        if self.is_preloaded:
+            return
+        event = await self.next_event()
+        if not isinstance(event, Preloaded):
+            raise LaunchError("the fork server ended before it was ready; its messages are above")
+        if event.error:
+            raise LaunchError(f"the workers' modules cannot be imported:\n{event.error}")
+        self.is_preloaded = True
+
+    async def ask(self, request: processes.Request) -> bool:
+        """Send a request, one at a time; where somebody has stopped the fork server, it goes on. False where it has
+        ended."""
+        self.signal(signal.SIGCONT)
+        try:
+            await asyncio.get_running_loop().sock_sendall(self._pipe, processes.frame(request))
+        except (BrokenPipeError, ConnectionResetError):
+            return False
+        return True
+
+    async def next_event(self) -> processes.Event | None:
+        """Its next event; None where it has ended."""
+        while (body := cut(self._buffer)) is None:
+            try:
+                piece = await asyncio.get_running_loop().sock_recv(self._pipe, 1 << 16)
+            except ConnectionResetError:
+                piece = b""
+            if not piece:
+                return None
+            self._buffer += piece
+        return processes.decode_event(body)
+
+    def signal(self, number: int) -> None:
+        """Signal its process."""
+        self._process.send_signal(number)
+
+    def end(self, *, now: bool = False) -> None:
+        """Let it kill what is left of its children, reap it, and end. now: it may be in the middle of an import; the
+        kernel kills its children with it."""
+        if now:
+            self._process.kill()
+        self._pipe.close()
+        try:
+            self._process.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class LocalFleet:
+    """Implements `launcher.Fleet` for the workers of this host. Made by `LocalLauncher`. kept: the fork server goes on
+    when they have ended."""
+
+    def __init__(self, server: _Server, boots: Sequence[WorkerBoot], *, kept: bool = False) -> None:
+        self._server, self._kept = server, kept
         self._boots = {boot.worker: boot for boot in boots}
         self._exits: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
         self._running = set(self._boots)
         self._changed = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
-        self._buffer = bytearray()
         self._asking = asyncio.Lock()  # requests go over the pipe one by one
         self.handles: dict[int, WorkerHandle] = {}
 
@@ -123,28 +185,24 @@ class LocalFleet:
     async def terminate(self, grace_seconds: float = 5.0, *, again: bool = False) -> None:
         """End what still runs and return when nothing is left: after a grace for workers that are ending by themselves
         SIGKILL for their whole groups; then the fork server. They leave SIGTERM to us, so it would end nothing."""
-        self._server.send_signal(signal.SIGCONT)  # where somebody has stopped it: it has children to reap
+        self._server.signal(signal.SIGCONT)  # where somebody has stopped it: it has children to reap
+        started, gone = self._reader is not None, False
         if self._reader is not None:
-            if not await self._all_gone(grace_seconds):
+            gone = await self._all_gone(grace_seconds)
+            if not gone:
                 for worker in self.running:
                     await self._ask(processes.Signal(worker, signal.SIGKILL))
-                await self._all_gone(KILL_SECONDS)
+                gone = await self._all_gone(KILL_SECONDS)
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
-        else:
-            self._server.kill()  # it may be in the middle of an import; the kernel kills its children with it
-        self._pipe.close()  # the server kills what is left of its children, reaps it, and ends
-        try:
-            await asyncio.to_thread(self._server.wait, KILL_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._server.kill()
-            await asyncio.to_thread(self._server.wait)
+        if not (self._kept and gone):
+            await asyncio.to_thread(self._server.end, now=not started)
         for boot in self._boots.values():
             forget_empty(stacks_file(Path(boot.log)))
 
     async def dump_server(self) -> None:
         """Have the fork server write to stderr where its threads are: in the import of a module, most often."""
-        self._server.send_signal(processes.STACK_SIGNAL)
+        self._server.signal(processes.STACK_SIGNAL)
         await asyncio.sleep(SERVER_DUMP_SECONDS)
 
     async def dump_stacks(self, worker: int) -> WorkerStacks:
@@ -176,47 +234,29 @@ class LocalFleet:
         return True
 
     async def _ask(self, request: processes.Request) -> None:
-        """Send a request; where somebody has stopped the fork server, it goes on."""
-        self._server.send_signal(signal.SIGCONT)
-        try:
-            async with self._asking:
-                await asyncio.get_running_loop().sock_sendall(self._pipe, processes.frame(request))
-        except (BrokenPipeError, ConnectionResetError):
+        async with self._asking:
+            there = await self._server.ask(request)
+        if not there:
             self._lost()
-
-    async def _next_event(self) -> processes.Event | None:
-        """The fork server's next event; None where it has ended."""
-        while (body := cut(self._buffer)) is None:
-            try:
-                piece = await asyncio.get_running_loop().sock_recv(self._pipe, 1 << 16)
-            except ConnectionResetError:
-                piece = b""
-            if not piece:
-                return None
-            self._buffer += piece
-        return processes.decode_event(body)
 
     async def start(self, entry: str) -> None:
         """Wait for the preloaded modules, then start every worker. Raises LaunchError."""
-        event = await self._next_event()
-        if not isinstance(event, Preloaded):
-            raise LaunchError("the fork server ended before it was ready; its messages are above")
-        if event.error:
-            raise LaunchError(f"the workers' modules cannot be imported:\n{event.error}")
+        await self._server.preloaded()
         target = processes.target_of(enter)
         for boot in self._boots.values():
+            Path(boot.log).parent.mkdir(parents=True, exist_ok=True)
             payload = msgspec.msgpack.encode(_Payload(entry, boot))
             stacks, title = str(stacks_file(Path(boot.log))), f"realgraph worker {boot.worker}"
             await self._ask(processes.Spawn(boot.worker, target, payload, boot.log, stacks, title))
         while len(self.handles) < len(self._boots):
-            event = await self._next_event()
+            event = await self._server.next_event()
             if event is None:
                 raise LaunchError("the fork server ended while it started the workers; its messages are above")
             self._note(event)
         self._reader = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
-        while (event := await self._next_event()) is not None:
+        while (event := await self._server.next_event()) is not None:
             self._note(event)
         self._lost()
 
@@ -254,24 +294,65 @@ class LocalLauncher:
         """See Launcher. All workers have the threads of the first. To be called from the main thread: on Linux the
         workers end with the thread that started them."""
         assert boots, "no workers to start"
-        here = [msgspec.structs.replace(boot, interface=self.interface, owner_pid=os.getpid()) for boot in boots]
-        for boot in here:
-            Path(boot.log).parent.mkdir(parents=True, exist_ok=True)
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        modules = tuple(dict.fromkeys((*program.preload, program.entry.partition(":")[0])))
-        with theirs:
-            server = open_server(theirs, modules, here[0].threads)
-        fleet = LocalFleet(server, ours, here)
-        try:
-            async with time_limit(deadline_seconds):
-                await fleet.start(program.entry)
-        except TimeoutError:
-            await fleet.dump_server()
-            await fleet.terminate(0)
-            text = f"the workers were not started within {deadline_seconds:g} s; where that stands is above"
-            raise LaunchError(text) from None
-        except BaseException:
-            await fleet.terminate(0)
-            raise
-        return fleet
+        fleet = LocalFleet(_Server(_modules(program), boots[0].threads), self._here(boots))
+        return await _started(fleet, program, deadline_seconds)
+
+    def _here(self, boots: Sequence[WorkerBoot]) -> list[WorkerBoot]:
+        return [msgspec.structs.replace(boot, interface=self.interface, owner_pid=os.getpid()) for boot in boots]
+
+
+class KeptLauncher(LocalLauncher):
+    """A LocalLauncher for several runs, one after the other, and other work with the same modules: its one fork server
+    begins to load them at once. To be made in the main thread; `close` it in every case."""
+
+    def __init__(self, program: WorkerProgram, threads: int) -> None:
+        """Raises OSError."""
+        super().__init__()
+        self._program, self._threads = program, threads
+        self._server = _Server(_modules(program), threads)
+
+    async def start(
+        self, boots: Sequence[WorkerBoot], program: WorkerProgram, deadline_seconds: float = 180.0
+    ) -> LocalFleet:
+        """See Launcher; always of the program and the threads that it was made for."""
+        assert (program, boots[0].threads) == (self._program, self._threads), "other modules, or other threads"
+        return await _started(LocalFleet(self._server, self._here(boots), kept=True), program, deadline_seconds)
+
+    async def call(self, function: Callable[[bytes], None], payload: bytes, log: Path) -> None:
+        """Run a module's function on its argument in a process of its own, which prints to `log`. No workers may run.
+        Raises LaunchError where it fails."""
+        await self._server.preloaded()
+        target, stacks = processes.target_of(function), str(stacks_file(log))
+        asked = await self._server.ask(processes.Spawn(0, target, payload, str(log), stacks, "realgraph"))
+        event = await self._server.next_event() if asked else None
+        if isinstance(event, Started):
+            event = await self._server.next_event()
+        forget_empty(Path(stacks))
+        if not isinstance(event, Exited) or event.status:
+            how = describe_exit(event.status) if isinstance(event, Exited) else "was lost with the fork server"
+            raise LaunchError(f"the process of {target} {how}:\n{last_lines(log, 20)}")
+
+    def close(self) -> None:
+        """End the fork server, with all that it has started."""
+        self._server.signal(signal.SIGCONT)
+        self._server.end(now=not self._server.is_preloaded)
+
+
+def _modules(program: WorkerProgram) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*program.preload, program.entry.partition(":")[0])))
+
+
+async def _started(fleet: LocalFleet, program: WorkerProgram, deadline_seconds: float) -> LocalFleet:
+    """The fleet, its workers started. Raises LaunchError, with nothing left running."""
+    try:
+        async with time_limit(deadline_seconds):
+            await fleet.start(program.entry)
+    except TimeoutError:
+        await fleet.dump_server()
+        await fleet.terminate(0)
+        text = f"the workers were not started within {deadline_seconds:g} s; where that stands is above"
+        raise LaunchError(text) from None
+    except BaseException:
+        await fleet.terminate(0)
+        raise
+    return fleet

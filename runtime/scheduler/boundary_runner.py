@@ -14,6 +14,9 @@ from realgraph.runtime.scheduler.step_boundary import BoundaryWork, StepBoundary
 from realgraph.runtime.scheduler.steps import OpenSteps
 from realgraph.runtime.wire.protocol import Evaluate, Save
 
+PARTIAL = ".partial"  # end of the name of a checkpoint's folder until it is whole
+LEAST_ENGINES = 2  # of which one can be set aside
+
 
 class BoundaryRunner:
     """The work in hand between two steps, if any."""
@@ -21,6 +24,8 @@ class BoundaryRunner:
     def __init__(self, job: Job, program: Program, boundary: StepBoundary, steps: OpenSteps, devices: Devices) -> None:
         self._job, self._program, self._boundary, self._steps, self._devices = job, program, boundary, steps, devices
         self.task: int | None = None  # its number
+        self.beside: int | None = None  # the number of an evaluation that the run goes on beside
+        self.spoiled = False  # one of the engines of the evaluation in hand is gone: it is made again
 
     def work(self, workers: Sequence[int], n_eval_rows: int, now: float) -> list[Action] | None:
         """Start the next evaluation or checkpoint, or what it waits for; None where nothing can be done now."""
@@ -29,14 +34,28 @@ class BoundaryRunner:
             return None
         return self._evaluate(work, n_eval_rows, now) if work.kind == "evaluate" else self._save(work, workers, now)
 
-    def done(self) -> None:
-        """The evaluation or checkpoint in hand has ended."""
+    def again(self, task: int, step: int) -> None:
+        """Begin an evaluation anew that has lost an engine, once what is left of it has ended."""
+        self.spoiled = False
+        if task == self.beside:
+            self.beside, self._boundary.evaluation = None, max(step, self._boundary.evaluation)
+            self._devices.engines.keep(())
+        else:
+            self.task = None
+
+    def done(self, task: int) -> bool:
+        """An evaluation or a checkpoint has ended; whether the run has gone on beside it."""
+        if task == self.beside:
+            self.beside = None
+            self._devices.engines.keep(())
+            return True
         self.task = None
         self._boundary.queue.popleft()
+        return False
 
     def folder(self, step: int) -> str:
         """The folder that the checkpoint of `step` steps is written to; it gets its name when it is whole."""
-        return f"{self._job.run_dir}/checkpoints/step-{step:06d}.partial"
+        return f"{self._job.run_dir}/checkpoints/step-{step:06d}{PARTIAL}"
 
     def _evaluate(self, work: BoundaryWork, n_rows: int, now: float) -> list[Action] | None:
         """Evaluate the newest weights on every engine that makes rollouts; an open session goes on afterwards."""
@@ -44,22 +63,86 @@ class BoundaryRunner:
         if not name or spec is None:
             self._boundary.queue.popleft()
             return []
+        if self.beside is not None:
+            return None
+        if work.step <= self._boundary.evaluated_step:  # while the run went on, by engines that were ahead of its steps
+            self._boundary.queue.popleft()
+            return []
+        self._devices.engines.keep(())  # one that was to evaluate what was saved before
+        self._boundary.evaluation = -1
         turns = self._devices.turns
         if self._devices.behind(name):
             return self._devices.reallocate(name, now)
         if not turns.idle(turns.of(name)):
             return None
-        owner_workers, call = self._program.owner_workers, self._program.calls[name]
-        task = self._steps.open("evaluate", "evaluate", work.step)
-        rows = {owner: tuple(range(i, n_rows, len(owner_workers))) for i, owner in enumerate(owner_workers)}
-        version = self._devices.generator_weights
-        workers = [owner for owner in owner_workers if rows[owner]]
-        turns.hold(turns.of(name), task.number)
+        self.task, sends = self._send(work, self._devices.engines.heads, n_rows, now)
+        turns.hold(turns.of(name), self.task)
+        return [*sends]
+
+    def evaluate_beside(self, n_rows: int, now: float) -> list[Action] | None:
+        """Start the evaluation that is due while the run goes on, once engines have the weights of its step, or newer
+        ones; None where there is nothing to start."""
+        due, spec = self._boundary.evaluation, self._job.eval
+        if spec is None or self.beside is not None or self.task is not None:
+            return None
+        if spec.on == "checkpoint":
+            return self._evaluate_saved(due, n_rows, now)
+        if due <= self._boundary.evaluated_step:  # -1, or engines were ahead of the steps that had ended
+            self._boundary.evaluation = -1
+            return None
+        step = self._devices.whole_step
+        if step is None or step < due:
+            return None
+        owners = self._devices.engines.heads
+        owners = owners[-1:] if spec.on == "engine" else owners
+        self.beside, sends = self._send(BoundaryWork("evaluate", step), owners, n_rows, now, beside=True)
+        self._boundary.evaluation = -1
+        self._devices.engines.keep([send.worker for send in sends])
+        return [*sends]
+
+    def _evaluate_saved(self, step: int, n_rows: int, now: float) -> list[Action] | None:
+        """Evaluate a checkpoint on the last engine: it gets no more groups and no weights, and begins once it has none
+        left and the others have the weights that it lacks, or newer ones."""
+        engines, version = self._devices.engines, step * self._program.trains_of(self._program.generate)
+        if step < 0 or not self._boundary.is_kept(step) or len(engines.heads) < LEAST_ENGINES:
+            self._boundary.evaluation = -1
+            engines.keep(())
+            return None
+        engine = engines.heads[-1]
+        engines.keep([engine])
+        if not self._devices.may_load(engine, version):
+            return None
+        engines.load(engine, version, self._devices.generator_weights)
+        checkpoint = self.folder(step).removesuffix(PARTIAL)
+        work = BoundaryWork("evaluate", step)
+        self.beside, sends = self._send(work, (engine,), n_rows, now, beside=True, checkpoint=checkpoint)
+        self._boundary.evaluation = -1
+        return [*sends]
+
+    def _send(
+        self,
+        work: BoundaryWork,
+        owners: Sequence[int],
+        n_rows: int,
+        now: float,
+        *,
+        beside: bool = False,
+        checkpoint: str = "",
+    ) -> tuple[int, list[Send]]:
+        """The task of an evaluation, and its commands to engines."""
+        spec, step = self._job.eval, work.step
+        assert spec is not None
+        call = self._program.calls[self._program.generate]
+        task = self._steps.open("evaluate", "evaluate", step)
+        rows = {owner: tuple(range(i, n_rows, len(owners))) for i, owner in enumerate(owners)}
+        workers = [owner for owner in owners if rows[owner]]
         n_samples = self._job.batch.groups * self._program.samples_per_group
-        steps = max(1.0, n_rows * spec.n / n_samples)  # as long as the rollouts of so many steps
+        # as long as the rollouts of so many steps, by fewer engines
+        steps = max(1.0, n_rows * spec.n / n_samples) * len(self._devices.engines.heads) / len(owners)
         self._steps.fly(task, workers, now, steps * call.predicted_seconds)
-        self.task = task.number
-        return [Send(owner, Evaluate(task.number, work.step, rows[owner], version)) for owner in workers]
+        version = self._devices.engines.version(workers[0], self._devices.generator_weights)
+        how = version, beside, checkpoint
+        return task.number, [Send(o, Evaluate(task.number, step, rows[o], *how)) for o in workers]
 
     def _save(self, work: BoundaryWork, workers: Sequence[int], now: float) -> list[Action] | None:
         if not self._devices.turns.idle(self._devices.turns.lanes):

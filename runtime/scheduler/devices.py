@@ -1,4 +1,4 @@
-"""The devices: whose turn it is, which weights lie where, whether the generate session is open.
+"""The devices: whose turn it is, which weights lie where, which generate sessions are open.
 
 A call on a trained role runs on the very version it needs: a copy that is older, or was given up after its last use,
 gets a reallocation first.
@@ -10,13 +10,15 @@ from msgspec import Struct
 
 from realgraph.planner.plan.plan import REALLOCATION, Turn, reallocation_node
 from realgraph.runtime.commands.actions import Action, Checkpointed, Send
+from realgraph.runtime.commands.loads import Admission
 from realgraph.runtime.commands.tasks import Task
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.collection import Collection
+from realgraph.runtime.scheduler.meshes.turns import LaneImage, NextTurn, Turns
+from realgraph.runtime.scheduler.meshes.weights import EngineWeights, EngineWeightsImage, WeightMove
 from realgraph.runtime.scheduler.program import CallPlan, Program
 from realgraph.runtime.scheduler.steps import OpenSteps
 from realgraph.runtime.scheduler.transitions import SessionEvent, SessionState, session_after
-from realgraph.runtime.scheduler.turns import LaneImage, NextTurn, Turns
 from realgraph.runtime.wire.protocol import EndSession, Reallocate
 
 
@@ -25,30 +27,38 @@ class DevicesImage(Struct, frozen=True):
 
     versions: dict[str, int]
     copies: dict[str, int]
+    engines: EngineWeightsImage
     dropped: tuple[str, ...]
-    session: int | None
+    sessions: dict[str, int]
     lanes: tuple[LaneImage, ...]
 
 
 class Devices:
-    """Meshes, weights and the generate session of a run."""
+    """Meshes, weights and the generate sessions of a run. Sessions stream, so that other calls run beside them, where
+    samples may be stale or several calls generate: then each session waits for others."""
 
     def __init__(
         self, job: Job, program: Program, steps: OpenSteps, collection: Collection, state: Checkpointed
     ) -> None:
         self._staleness, self._program, self._steps, self._collection = job.plan.staleness, program, steps, collection
+        self._streams = self._staleness > 0 or bool(program.later)
+        # new weights wait until no sample is under way, none begins meanwhile
+        self._drains = job.rollout.interrupt == "wait" and job.plan.staleness > 0 and bool(program.paced)
         self.versions = dict(state.versions)  # role -> completed train calls
         copies = [name for name, call in program.calls.items() if call.trainer_workers]
         # call -> version of its own copy; one that a new plan brings is loaded as it was saved
         self.copies = {name: state.copies.get(name, self.versions.get(program.calls[name].role, 0)) for name in copies}
+        self.engines = EngineWeights(
+            program.generate, program.calls[program.generate].ranks if program.generate else ()
+        )
         self.dropped = {name for name in copies if program.calls[name].dropped}  # whose copies are not on the devices
         orders = job.plan.orders
         named = {reallocation_node(name): name for name in copies if self._keeps_turn(name, orders)}
         planned = {turn.call for order in orders.values() for turn in order}
         self._moves = {turn: name for turn, name in named.items() if turn in planned}
-        self.turns = Turns({d: self._followed(order) for d, order in orders.items()}, state.step, program.generate)
-        self.session: int | None = None  # the step whose generate session is open
-        self._session_state = SessionState.CLOSED
+        self.turns = Turns({d: self._followed(order) for d, order in orders.items()}, state.step, program.generates)
+        self.sessions: dict[str, int] = {}  # generate call whose session is open -> the step that it is open for
+        self._states = dict.fromkeys(program.generates, SessionState.CLOSED)
         offsets = [turn.offset for order in job.plan.orders.values() for turn in order]
         self._ahead = max(1, max(offsets, default=0) - min(offsets, default=0))
 
@@ -58,7 +68,7 @@ class Devices:
         That to a stream has none; weights that are given up after use come just before it, not before other calls.
         """
         call = self._program.calls[name]
-        if call.name == self._program.generate and self._staleness:
+        if call.kind == "generate" and self._streams:
             return False
         return not call.dropped or all(_comes_next(name, orders.get(device, ())) for device in call.workers)
 
@@ -69,60 +79,138 @@ class Devices:
     @property
     def image(self) -> DevicesImage:
         """All that they have."""
-        copies, dropped = dict(self.copies), tuple(sorted(self.dropped))
-        return DevicesImage(dict(self.versions), copies, dropped, self.session, self.turns.image)
+        copies, dropped, lanes = dict(self.copies), tuple(sorted(self.dropped)), self.turns.image
+        return DevicesImage(dict(self.versions), copies, self.engines.image, dropped, dict(self.sessions), lanes)
 
     def restore(self, image: DevicesImage) -> None:
         """Go on from an image."""
         self.versions, self.copies, self.dropped = dict(image.versions), dict(image.copies), set(image.dropped)
+        self.engines.restore(image.engines)
         self.turns.restore(image.lanes)
-        if image.session is not None:
-            self._move_session(SessionEvent.TURN, image.session)
+        for name, step in image.sessions.items():
+            self._move_session(name, SessionEvent.TURN, step)
 
     def check(self) -> None:
         """Assert what is always true."""
-        assert (self._session_state is SessionState.OPEN) == (self.session is not None)
+        assert {name for name, state in self._states.items() if state is SessionState.OPEN} == set(self.sessions)
+        assert set(self._collection.sessions) == set(self.sessions) - {self._program.generate}
         for name, version in self.copies.items():
             assert version <= self.versions[self._program.calls[name].role]
+        assert all(version < self.generator_weights for version in self.engines.late.values())
         assert all(self._program.calls[name].dropped for name in self.dropped)
-        assert self.session is None or self._program.generate not in self.dropped
+        assert not self.sessions.keys() & self.dropped
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
     @property
-    def generator_weights(self) -> int:
-        """The version of the weights that generate; 0 where nothing does."""
-        call = self._program.calls.get(self._program.generate)
-        return self.copies.get(call.name, self.versions.get(call.role, 0)) if call else 0
+    def session(self) -> int | None:
+        """The step whose session is open that makes the samples of groups; None where it is closed."""
+        return self.sessions.get(self._program.generate)
 
     @property
-    def admission_version(self) -> int:
-        """The version that admission counts: train steps behind the weights that generate.
+    def generator_weights(self) -> int:
+        """The version of the weights that make the samples of groups; 0 where nothing does."""
+        return self._weights_of(self._program.generate)
 
-        Frozen ones are as old as the step.
-        """
-        per_step = self._program.trains_of_generator
-        return self.generator_weights // per_step if per_step else max(self._steps.completed, self.session or 0)
+    def _weights_of(self, generate: str) -> int:
+        call = self._program.calls.get(generate)
+        return self.copies.get(call.name, self.versions.get(call.role, 0)) if call else 0
+
+    def admissions(self) -> list[Admission]:
+        """The weights that groups may be admitted at, oldest first: those that all engines have, then newer ones that
+        some have switched to."""
+        weights = self.generator_weights
+        resting, switched = self.engines.resting, self.engines.switched
+        found = [Admission(self._admission_version(weights), weights, resting=resting)]
+        newer = max(switched.values(), default=weights)
+        if newer == weights:
+            return found
+        return [*found, Admission(self._admission_version(newer), newer, switched, resting)]
+
+    def _admission_version(self, weights: int) -> int:
+        """The version that admission counts where the samples of groups are made by `weights`: train steps behind the
+        oldest weights that generate what is trained on. Frozen ones are as old as the step."""
+        paced, generate = self._program.paced, self._program.generate
+        versions = [(name, weights if name == generate else self._weights_of(name)) for name in paced]
+        steps = [version // self._program.trains_of(name) for name, version in versions]
+        return min(steps, default=max(self._steps.completed, self.session or 0))
+
+    def generator_version(self, worker: int) -> int:
+        """The version that `worker` makes the samples of groups with, in train steps; 0 where they are frozen."""
+        per_step = self._program.trains_of(self._program.generate)
+        return self.engines.version(worker, self.generator_weights) // per_step if per_step else 0
+
+    @property
+    def whole_step(self) -> int | None:
+        """The completed steps of the weights of all engines that make the samples of groups; None where they have
+        different ones, new ones are on their way, or a step is half trained."""
+        per_step = self._program.trains_of(self._program.generate)
+        if not self.engines.settled or not per_step or self.generator_weights % per_step:
+            return None
+        return self.generator_weights // per_step
+
+    def may_load(self, engine: int, version: int) -> bool:
+        """True where an engine has no groups, other ones have weights of `version` or newer ones, and none are on their
+        way."""
+        moving = any(move.call == self._program.generate for move in self.engines.moving.values())
+        return not moving and not self._collection.n_open(engine) and self.generator_weights >= version
 
     def behind(self, call: str) -> bool:
-        """True where `call` runs on a copy that is older than the trained weights, or was given up."""
+        """True where `call` runs on a copy that is older than the trained weights, or was given up; engines that keep
+        their weights left aside."""
         if call in self.dropped:
             return True
-        return call in self.copies and self.copies[call] < self.versions[self._program.calls[call].role]
+        return call in self.copies and bool(self._receivers(call))
+
+    def _receivers(self, name: str) -> tuple[int, ...]:
+        call = self._program.calls[name]
+        return self.engines.receivers(name, call.workers, self.copies[name], self.versions[call.role])
+
+    def draining(self, barrier: int, target: int) -> list[str]:
+        """The generate calls of which no sample may begin before new weights have come that wait for those under
+        way."""
+        if not self._drains:
+            return []
+        heads = [head for head in self.turns.next(barrier, target) if head.call in self._program.batched]
+        ahead = {name for head in heads for name in self._changed(head.call) if self._steps.may_run(*self._at(head))}
+        return [name for name in self._program.generates if name in ahead or self.behind(name)]
+
+    @property
+    def drained(self) -> bool:
+        """True where new weights of a generate call wait for samples under way, and there are none."""
+        trained = [name for name in self._program.generates if self._program.trains_of(name)]
+        return self._drains and not all(self._collection.n_making(name) for name in trained)
+
+    def _changed(self, name: str) -> list[str]:
+        """The generate calls whose very weights `name` changes: its own copy, or those that it trains in place."""
+        call, generates = self._program.calls[name], self._program.generates
+        if call.kind != "train":
+            return [name] if name in generates else []
+        return [one for one in generates if self._program.calls[one].role == call.role and one not in self.copies]
+
+    def _busy(self, name: str) -> bool:
+        """True where `name`, which changes the weights that generate, waits until no sample is under way."""
+        return self._drains and any(self._collection.n_making(changed) for changed in self._changed(name))
 
     def reallocate(self, name: str, now: float) -> list[Action] | None:
-        """Bring the copy of `name` up to date; None where a mesh is not free. An open session of `name` goes on."""
+        """Bring the copy of `name` up to date; None where a mesh is not free, or samples are under way that new weights
+        wait for. An open session of `name` goes on."""
+        if self._busy(name):
+            return None
         call = self._program.calls[name]
         lanes = self.turns.of(name, call.trainer)
         if not self.turns.idle(lanes):
             return None
-        if self.session is not None and not self._staleness and name != self._program.generate:
+        if self.session is not None and not self._streams and name != self._program.generate:
             held = {id(lane) for lane in self.turns.of(self._program.generate)}
             if any(id(lane) in held for lane in lanes):
                 return None
-        workers = sorted({*call.workers, *call.trainer_workers})
+        receivers = call.workers if name in self.dropped else self._receivers(name)
+        move = WeightMove(self.versions[call.role], name, receivers)
+        workers = sorted({*move.receivers, *call.trainer_workers})
         task = self._steps.tasks.open("reallocate", name, self._collection.step, self._collection.tally)
-        command = Reallocate(task.number, call.role, name, self.versions[call.role], call.trainer_workers)
+        command = Reallocate(task.number, call.role, name, move.version, call.trainer_workers, move.receivers)
+        self.engines.moving[task.number] = move
         self.turns.hold(lanes, task.number)
         self._steps.fly(task, workers, now, call.predicted_seconds)
         return [Send(worker, command) for worker in workers]
@@ -133,30 +221,58 @@ class Devices:
         """A mesh-holding call of a step has ended on all its workers."""
         if call.kind == "train":
             self.versions[call.role] += 1
+            self._tell_versions()
         self.dropped.update(call.dropped)
         self.turns.release(task.number)
         self.turns.leave(task.call, task.step)
 
-    def reallocated(self, task: Task) -> None:
-        """The copy is what is trained: nothing was trained meanwhile, the reallocation held that mesh too."""
-        self.turns.release(task.number)
-        self.copies[task.call] = self.versions[self._program.calls[task.call].role]
-        self.dropped.discard(task.call)
+    def answered(self, task: Task, worker: int) -> bool:
+        """A worker has done its part of a reallocation, others have not. True where something may start now.
 
-    def _move_session(self, event: SessionEvent, step: int | None) -> None:
-        """Take `event` in the session's life; `step`: the one it is open for from now on, None where it is closed."""
-        self._session_state = session_after(self._session_state, event)
-        self.session = step
-        if self._staleness:
-            self.turns.streaming = None if step is None else NextTurn(self._program.generate, step)
+        The engines of a stream do not wait for each other: one that has its weights gets groups by them, and what is
+        trained goes on as soon as its own workers have done theirs.
+        """
+        call = self._program.calls[task.call]
+        if call.name != self._program.generate or not self._staleness:
+            return False
+        if worker in self._program.owner_workers:
+            self.engines.switched[worker] = self.engines.moving[task.number].version
+        elif task.waiting.isdisjoint(call.trainer_workers):
+            held = {id(lane) for lane in self.turns.of(call.name)}
+            for lane in self.turns.of(call.trainer):
+                if id(lane) not in held and lane.task == task.number:
+                    lane.task = None
+        return True
+
+    def reallocated(self, task: Task) -> None:
+        """The copy is what was trained when the reallocation began."""
+        self.turns.release(task.number)
+        self.copies[task.call] = self.engines.ended(task.number, self.copies[task.call])
+        self.dropped.discard(task.call)
+        self._tell_versions()
+
+    def _tell_versions(self) -> None:
+        """Later generate calls are asked for samples of the weights that they have now."""
+        for name in self._collection.sessions:
+            self._collection.sessions[name] = self._weights_of(name)
+
+    def _move_session(self, name: str, event: SessionEvent, step: int | None) -> None:
+        """Take `event` in a session's life; `step`: the one it is open for from now on, None where it is closed."""
+        self._states[name] = session_after(self._states[name], event)
+        if step is None:
+            del self.sessions[name]
+            self._collection.sessions.pop(name, None)
+        else:
+            self.sessions[name] = step
+        self.turns.streaming = {NextTurn(*session) for session in self.sessions.items()} if self._streams else set()
 
     def close_session(self, step: int) -> list[Action]:
-        """The batch of `step` is there: a session opened for it or an earlier one has had its turn."""
-        if self.session is None or self.session > step:
-            return []
-        self.turns.leave(self._program.generate, self.session)
-        self._move_session(SessionEvent.BATCH_MADE, None)
-        return self.release_generator()
+        """The batch of `step` is there: sessions opened for it or an earlier one have had their turns."""
+        ended = [name for name, opened in self.sessions.items() if opened <= step]
+        for name in ended:
+            self.turns.leave(name, self.sessions[name])
+            self._move_session(name, SessionEvent.BATCH_MADE, None)
+        return self.release_generator() if self._program.generate in ended else []
 
     def release_generator(self) -> list[Action]:
         """Give the generator's memory to other calls, where no session is open and such may come."""
@@ -167,11 +283,22 @@ class Devices:
         return [Send(worker, EndSession(call.name)) for worker in call.workers]
 
     def abandon_session(self, target: int) -> bool:
-        """Close the session if the run now ends before its step; whether it did."""
-        if self.session is None or self.session < target:
+        """Close sessions if the run now ends before their steps; whether that of the group's samples was one."""
+        ended = [name for name, step in self.sessions.items() if step >= target]
+        for name in ended:
+            self._move_session(name, SessionEvent.RUN_ENDS_BEFORE, None)
+        return self._program.generate in ended
+
+    def stands_still(self, worker: int) -> bool:
+        """True where the groups of `worker` wait with their tokens: their session is closed, so that its mesh runs
+        other calls (where nothing runs, new weights wait for them: `interrupt: wait`), or the worker has another
+        command, whose deadline is its own."""
+        if not self._program.generate:
             return False
-        self._move_session(SessionEvent.RUN_ENDS_BEFORE, None)
-        return True
+        tasks = self._steps.tasks
+        open_there = self.sessions.keys() & self._collection.making(worker)
+        closed = not open_there and bool(tasks.flying)
+        return closed or any(task.kind != "stream" for task in tasks.of(worker))
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
@@ -179,12 +306,15 @@ class Devices:
         """True where all that `head` needs is there, its copy of the weights left aside."""
         call = self._program.calls[head.call]
         if call.kind != "generate":
-            return self._steps.may_run(call, head.step, self.versions)
-        if self.session is not None:
+            return not self._busy(head.call) and self._steps.may_run(*self._at(head))
+        if head.call in self.sessions:
             return False
-        if not self._program.trains_of_generator:
+        if not self._program.trains_of(head.call):
             return head.step <= self._steps.completed + self._ahead + self._staleness
         return self._trained_for(call, head.step)
+
+    def _at(self, head: NextTurn) -> tuple[CallPlan, int, Mapping[str, int]]:
+        return self._program.calls[head.call], head.step, self.versions
 
     def _trained_for(self, call: CallPlan, step: int) -> bool:
         """True where the trained role of `call` is at a version that `step` may run on."""
@@ -211,8 +341,9 @@ class Devices:
 
     def _skip_made(self, heads: list[NextTurn]) -> bool:
         """Pass the generate turns of steps whose batches are there already."""
-        generate, next_batch = self._program.generate, self._collection.step
-        made = [head for head in heads if head.call == generate and head.step < next_batch and self.session is None]
+        generates, next_batch = self._program.generates, self._collection.step
+        idle = [head for head in heads if head.call in generates and head.call not in self.sessions]
+        made = [head for head in idle if head.step < next_batch]
         for head in made:
             self.turns.leave(head.call, head.step)
         return bool(made)
@@ -230,15 +361,14 @@ class Devices:
             return actions
         heads = [head for head in heads if head.call not in self._moves and self._may_run(head)]
         wanted = [head.call for head in heads if self.behind(head.call)]
-        if self.session is not None and self.behind(self._program.generate):
-            wanted.insert(0, self._program.generate)
+        wanted = [name for name in self.sessions if self.behind(name)] + wanted
         actions, moved = [], False
         reserved: set[int] = set()
         for name in wanted:
             commands = self.reallocate(name, now)
-            if commands is None:
+            if commands is None and not self._busy(name):
                 reserved.update(id(lane) for lane in self.turns.of(name, self._program.calls[name].trainer))
-            else:
+            elif commands is not None:
                 actions += commands
                 moved = True
         for head in heads:
@@ -246,8 +376,10 @@ class Devices:
             if self.behind(head.call) or not self.turns.idle(lanes) or any(id(lane) in reserved for lane in lanes):
                 continue
             moved = True
-            if head.call == self._program.generate:
-                self._move_session(SessionEvent.TURN, head.step)
+            if head.call in self._program.generates:
+                self._move_session(head.call, SessionEvent.TURN, head.step)
+                if head.call in self._program.later:
+                    actions += self._collection.open_session(head.call, self._weights_of(head.call), now)
             else:
                 task, commands = self._steps.start(head.call, head.step, self.versions, now)
                 self.turns.hold(lanes, task.number)

@@ -26,5 +26,8 @@ class SchedulerImage(Struct, frozen=True):
     devices: DevicesImage
     boundary: BoundaryImage
     boundary_task: int | None  # the evaluation or checkpoint in hand
+    spoiled: bool  # an engine of the evaluation in hand is gone
+    gone: tuple[int, ...]  # workers
+    beside: int | None  # the evaluation that the run goes on beside
     n_discarded: int  # when the Scheduler last looked around after an answer
     tallies: tuple[TallyImage, ...]  # by their numbers

@@ -2,11 +2,14 @@
 
 import heapq
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, groupby, pairwise
 
+from realgraph.runtime.commands.actions import Action, Send
 from realgraph.runtime.job.cursor import minibatch_groups
+from realgraph.runtime.job.sample_ids import group_of, sample_ids
 from realgraph.runtime.scheduler.ledger import Group
-from realgraph.runtime.scheduler.program import GROUP_OWNER, SHARED, CallPlan
-from realgraph.runtime.wire.protocol import SampleSource
+from realgraph.runtime.scheduler.program import GROUP_OWNER, OF_GROUP, SHARED, CallPlan
+from realgraph.runtime.wire.protocol import Drop, SampleSource
 
 Place = int  # a number of one way in which the batch lies over workers
 Shape = tuple[int, bool, int]  # ranks, whole groups, whose lengths balance them
@@ -35,34 +38,47 @@ def _shape(call: CallPlan) -> Shape:
 
 
 class Batch:
-    """The groups of a step in order of number. Positions are those of `ids`, the samples in order of number."""
+    """The groups of a step in order of number, each with the samples that it has kept. Positions are those of `ids`,
+    these samples in order of number."""
 
-    def __init__(self, step: int, groups: Sequence[Group], samples_per_group: int, seed: int) -> None:
-        self.step, self.groups, self.per_group, self.seed = step, tuple(groups), samples_per_group, seed
-        self.ids = [group.id * samples_per_group + index for group in groups for index in range(samples_per_group)]
-        samples = [sample for group in groups for sample in group.samples]
+    def __init__(self, step: int, groups: Sequence[Group], seed: int) -> None:
+        self.step, self.groups, self.seed = step, tuple(groups), seed
+        members = [(group, group.kept) for group in groups]
+        samples = [sample for _, kept in members for sample in kept]
+        self.ids = [sample.sample for sample in samples]
         self.n_tokens = [sample.n_tokens for sample in samples]
+        sizes = [len(kept) for _, kept in members]
+        self._of_group = [range(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]  # its positions
         n_own = min((len(sample.own_tokens) for sample in samples), default=0)
         self._own = [[sample.own_tokens[i] for sample in samples] for i in range(n_own)]
-        assert len(self.n_tokens) == len(self.ids)
-        owners = [group.owner for group in groups for _ in range(samples_per_group)]
+        owners = [group.owner for group, kept in members for _ in kept]
         self._workers = [owners]  # place -> worker of every position; calls that lie alike share one
         self._cuts: list[Cut] = [((), False, SHARED)]  # place -> how it is cut
         self._place: dict[str, Place] = {GROUP_OWNER: 0}  # of what a call wrote
+        self._made: set[str] = set()  # later generate calls
+        for name in self.groups[0].makers if self.groups else ():
+            self._made.add(name)
+            self._place[name] = len(self._workers)
+            self._workers.append([group.makers[name] for group, kept in members for _ in kept])
+            self._cuts.append(((), False, SHARED))
         self._parts: dict[Shape, list[list[int]]] = {}
         self._named: dict[Shape, list[tuple[int, ...]]] = {}
         self._held: dict[tuple[Shape, Place], list[Holders]] = {}
 
     def _cut(self, groups: Sequence[int], shape: Shape) -> list[list[int]]:
-        """Positions of the samples of `groups` (positions too), balanced by tokens over the ranks of `shape`."""
+        """Positions of the samples of `groups` (positions too), balanced by tokens over the ranks of `shape`. OF_GROUP:
+        the first of each group stands for it, and ranks get as many."""
         n_ranks, whole_groups, own = shape
-        n = self.per_group
+        if own == OF_GROUP:
+            first = [self._of_group[group].start for group in groups]
+            return [[first[i] for i in part] for part in balance([1] * len(first), n_ranks)]
         lengths = self._own[own] if 0 <= own < len(self._own) else self.n_tokens
-        positions = [group * n + index for group in groups for index in range(n)]
         if not whole_groups:
+            positions = [position for group in groups for position in self._of_group[group]]
             return [[positions[i] for i in part] for part in balance([lengths[p] for p in positions], n_ranks)]
-        weights = [sum(lengths[group * n : (group + 1) * n]) for group in groups]
-        return [[groups[i] * n + index for i in part for index in range(n)] for part in balance(weights, n_ranks)]
+        members = [self._of_group[group] for group in groups]
+        weights = [sum(lengths[own.start : own.stop]) for own in members]
+        return [[position for i in part for position in members[i]] for part in balance(weights, n_ranks)]
 
     def whole(self, n_ranks: int, whole_groups: bool = False, own: int = SHARED) -> list[list[int]]:
         """The whole batch cut for `n_ranks`; calls of one step with as many ranks and lengths get equal parts."""
@@ -111,7 +127,7 @@ class Batch:
     @property
     def owned(self) -> tuple[str, ...]:
         """The calls of which `own` has been told, in order."""
-        return tuple([name for name in self._place if name != GROUP_OWNER])
+        return tuple([name for name in self._place if name != GROUP_OWNER and name not in self._made])
 
     def owners(self, owner: str) -> list[int]:
         """The worker that holds what `owner` (GROUP_OWNER or a call) wrote, of every position."""
@@ -170,21 +186,14 @@ class Batch:
 
     def units(self, positions: Sequence[int], per_group: bool) -> tuple[tuple[int, ...], ...]:
         """Shares of a function: one per sample, or one per group (whole groups lie with one owner)."""
-        if not per_group:
-            return tuple([(self.ids[position],) for position in positions])
-        n = self.per_group
-        return tuple([self.named(positions[start : start + n]) for start in range(0, len(positions), n)])
+        return units_of(self.named(positions), per_group)
 
     def holdings(self) -> dict[int, tuple[int, ...]]:
         """Worker -> the groups of which it may hold any key: all workers of a rank, of what its head owns."""
-        n = self.per_group
-        numbers = [group.id for group in self.groups]
+        numbers = [group_of(sample) for sample in self.ids]
         pairs: set[tuple[int, int]] = set()
         for place in set(self._place.values()):
-            workers = self._workers[place]
-            owned: set[tuple[int, int]] = set()
-            for index in range(n):
-                owned.update(zip(workers[index::n], numbers, strict=True))
+            owned = set(zip(self._workers[place], numbers, strict=True))
             pairs |= owned
             others = {rank[0]: rank[1:] for rank in self._cuts[place][0] if len(rank) > 1}
             if others:
@@ -193,3 +202,52 @@ class Batch:
         for worker, number in sorted(pairs):
             held.setdefault(worker, []).append(number)
         return {worker: tuple(groups) for worker, groups in held.items()}
+
+
+def units_of(ids: Sequence[int], per_group: bool) -> tuple[tuple[int, ...], ...]:
+    """Shares of a function over these samples, those of a group side by side: one per sample, or one per group."""
+    if not per_group:
+        return tuple([(sample,) for sample in ids])
+    return tuple([tuple(own) for _, own in groupby(ids, key=group_of)])
+
+
+def ids_of_groups(groups: Sequence[Group]) -> tuple[int, ...]:
+    """The samples of groups."""
+    return tuple([sample.sample for group in groups for sample in group.samples])
+
+
+def ids_beside(call: CallPlan, groups: Sequence[Group]) -> dict[int, Sequence[int]]:
+    """The samples that a later generate call makes of each group: one beside each of the group's, or one for all."""
+    return {group.id: ids_of_groups([group]) if call.per_sample else sample_ids(group.id, 1) for group in groups}
+
+
+def by_owner(groups: Iterable[Group]) -> dict[int, list[Group]]:
+    """Groups by the worker that has them."""
+    found: dict[int, list[Group]] = {}
+    for group in groups:
+        found.setdefault(group.owner, []).append(group)
+    return found
+
+
+def drops_of(groups: Iterable[Group]) -> list[Action]:
+    """Have all that hold anything of groups forget them."""
+    holders: dict[int, list[int]] = {}
+    for group in groups:
+        for worker in group.workers:
+            holders.setdefault(worker, []).append(group.id)
+    return [Send(worker, Drop(tuple(sorted(numbers)))) for worker, numbers in holders.items()]
+
+
+def shares_of(call: CallPlan, groups: Sequence[Group]) -> tuple[tuple[int, ...], ...]:
+    """Shares of a streaming function over groups in no batch."""
+    return units_of(ids_of_groups(groups), call.per_group)
+
+
+def sources_of_groups(call: CallPlan, groups: Sequence[Group]) -> tuple[SampleSource, ...]:
+    """The places where a streaming call finds what it reads of groups in no batch."""
+    places: dict[tuple[int, tuple[str, ...]], list[Group]] = {}
+    for owner, keys in call.reads.items():
+        for group in groups:
+            worker = group.owner if owner == GROUP_OWNER else group.makers[owner]
+            places.setdefault((worker, keys), []).append(group)
+    return tuple([SampleSource(worker, keys, ids_of_groups(held)) for (worker, keys), held in places.items()])

@@ -2,28 +2,32 @@
 
 Two classes of calls: generate, inference and train hold a mesh; functions and advantages are free. Of the free, those
 that see one group at a time and need nothing of the whole batch are *streaming*: they start as soon as their group is
-made, on the worker that made it (its owner).
+made, on the worker that made it (its owner). So do later generate calls of a group, on a worker of their own mesh.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.functions import KEEP
 from realgraph.graphs.graph import INPUT, Graph
 from realgraph.graphs.infer import is_own
-from realgraph.graphs.keys import own_tokens
+from realgraph.graphs.keys import TOKENS, own_tokens
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Train
 from realgraph.planner.plan.axes import head_worker, rank_workers
 from realgraph.planner.plan.layout import Layout
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.plan.residency import dropped_copies, shares_devices, shares_trained_copy
 from realgraph.runtime.job.job import Job
+from realgraph.runtime.job.sample_ids import sample_ids
+from realgraph.runtime.wire.protocol import Sample
 
 GROUP_OWNER = ""  # owner of what lies with the worker that made the group
-KEEP = "keep"  # the group-level key that filters
 SHARED = -1  # the lengths of the tokens that were sampled
+OF_GROUP = -2  # one sequence of the data a group, of a length that is not told
 
 CallKind = Literal["generate", "stream", "late", "whole", "inference", "train"]
 
@@ -38,7 +42,7 @@ class CallPlan(Struct, frozen=True):
     after: tuple[str, ...]  # calls of the same step that come first
     workers: tuple[int, ...]  # all that run it; of stream and late: the groups' owners
     ranks: tuple[tuple[int, ...], ...] = ()  # its data-parallel ranks' workers, heads first
-    needs: int = 0  # of stream: bit set of the streaming functions that come before it
+    needs: int = 0  # of stream and later generate calls: bit set of the streaming calls that come before it
     ordinal: int = 0  # of train: train calls of the role that come before it in a step
     trainer_workers: tuple[int, ...] = ()  # those of `trainer`
     trainer: str = ""  # the train call of its role, where it runs on another copy of the weights: reallocations; or ""
@@ -48,7 +52,9 @@ class CallPlan(Struct, frozen=True):
     whole_groups: bool = False  # of train: a group's samples are compared, and so stay together
     minibatches: int = 1
     epochs: int = 1
-    own: int = SHARED  # whose lengths its samples have: `Sample.own_tokens` at this place, or the shared ones
+    own: int = SHARED  # whose lengths its samples have: `Sample.own_tokens` at this place, SHARED or OF_GROUP
+    per_sample: bool = True  # of generate: one sample, or more, beside each of the group's; else one for the group
+    trained_on: bool = False  # of generate: a train call works on its samples
     timeout_seconds: float = 0.0  # of functions
     predicted_seconds: float = 0.0  # by the plan
 
@@ -57,18 +63,55 @@ class Program(Struct, frozen=True):
     """All calls of a graph, sorted by how the Scheduler starts them."""
 
     calls: dict[str, CallPlan]
-    generate: str  # the generate call, '' where there is none
-    stream: tuple[str, ...]  # in an order that respects their keys
+    generate: str  # the generate call that makes the samples of a group, '' where there is none
+    later: tuple[str, ...]  # the other generate calls
+    stream: tuple[str, ...]  # streaming functions and later generate calls, in an order that respects their keys
     batched: tuple[str, ...]  # every other call but generate, likewise
     trains: dict[str, int]  # role -> train calls a step
     owner_workers: tuple[int, ...]  # the workers that make or load groups
     samples_per_group: int
+    least_samples: int  # of a group that goes on, where a function leaves samples out
     function_processes: int  # subprocesses of each owner
+    n_own_keys: int = 0  # lengths of a sample by own tokenizers of other roles; those of later calls' samples follow
 
     @property
-    def trains_of_generator(self) -> int:
-        """Train calls a step of the role that generates; 0 where it is frozen, or nothing generates."""
-        call = self.calls.get(self.generate)
+    def generates(self) -> tuple[str, ...]:
+        """Every generate call, the one that makes the samples of a group first."""
+        return (self.generate, *self.later) if self.generate else ()
+
+    @property
+    def paced(self) -> tuple[str, ...]:
+        """The generate calls whose weights admission and staleness count: of trained roles, and on whose samples these
+        are trained; none where what generates is frozen."""
+        trained = [name for name in self.generates if self.trains_of(name)]
+        return tuple([name for name in trained if self.calls[name].trained_on] or trained)
+
+    def ids_of(self, groups: Sequence[int]) -> dict[int, Sequence[int]]:
+        """The samples that groups have when they are made, by number."""
+        return {number: sample_ids(number, self.samples_per_group) for number in groups}
+
+    def with_places(self, samples: Sequence[Sample]) -> tuple[Sample, ...]:
+        """Samples with places for the lengths that later generate calls will tell."""
+        places = (0,) * len(self._told)
+        return tuple([replace(one, own_tokens=(*one.own_tokens, *places)) if places else one for one in samples])
+
+    def with_lengths(self, samples: Sequence[Sample], call: str, own: Sequence[Sample]) -> tuple[Sample, ...]:
+        """Samples of a group with the lengths of those that a later generate call made beside them, if it did."""
+        if call not in self._told:
+            return tuple(samples)
+        place = self.n_own_keys + self._told.index(call)
+        pairs = zip(samples, own, strict=True)
+        lengths = [(one, (*one.own_tokens[:place], o.n_tokens, *one.own_tokens[place + 1 :])) for one, o in pairs]
+        return tuple([replace(one, own_tokens=own_tokens) for one, own_tokens in lengths])
+
+    @property
+    def _told(self) -> tuple[str, ...]:
+        """The later generate calls whose samples' lengths are told."""
+        return tuple([name for name in self.later if self.calls[name].per_sample])
+
+    def trains_of(self, generate: str) -> int:
+        """Train calls a step of the role of a generate call; 0 where it is frozen, or there is no such call."""
+        call = self.calls.get(generate)
         return self.trains.get(call.role, 0) if call else 0
 
 
@@ -85,14 +128,14 @@ def ranks_of(layout: Layout) -> tuple[tuple[int, ...], ...]:
 def make_program(job: Job, workers: Sequence[int]) -> Program:
     """Raises ConfigError where the Scheduler cannot run the graph, AssertionError where the plan does not fit it."""
     graph, plan = job.graph, job.plan
-    generates = [name for name, call in graph.calls.items() if isinstance(call, Generate)]
-    assert len(generates) <= 1, f"several generate calls over the same groups: {', '.join(generates)}"
+    generates = graph.generates
     kinds = _kinds(graph)
     _check(graph, plan, kinds, workers)
     layouts = {name: plan.allocations[name].layout for name, kind in kinds.items() if _holds(kind)}
     owner_workers, batch_worker = _places(graph, generates, layouts, workers)
     dropped = dropped_copies(graph, plan.allocations, plan.staleness)
-    stream = tuple(name for name, kind in kinds.items() if kind == "stream")
+    stream = tuple(name for name, kind in kinds.items() if kind == "stream" or name in generates[1:])
+    lengths = _later_lengths(graph)
     calls: dict[str, CallPlan] = {}
     trains: dict[str, int] = {}
     for name, kind in kinds.items():
@@ -107,17 +150,19 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
             after=_after(graph, kinds, name),
             workers=where,
             ranks=ranks_of(layout) if layout else (),
-            needs=sum(1 << stream.index(p) for p in _producers(graph, name) if kinds.get(p) == "stream"),
+            needs=sum(1 << stream.index(p) for p in _producers(graph, name) if p in stream),
             ordinal=trains.get(role, 0) if kind == "train" else 0,
             trainer=(trainer := _trainer(graph, plan, name)),
             trainer_workers=tuple(layouts[trainer].mesh.devices) if trainer else (),
             dropped=dropped.get(name, ()),
-            gives_way=kind == "generate" and _gives_way(plan, name),
+            gives_way=kind == "generate" and len(generates) == 1 and _gives_way(plan, name),
             per_group=isinstance(call, Function) and call.over == "group",
             whole_groups=isinstance(call, Train) and any(term.needs_whole_groups for term in call.loss.terms.values()),
             minibatches=call.minibatches if isinstance(call, Train) else 1,
             epochs=call.epochs if isinstance(call, Train) else 1,
-            own=own_keys(graph).index(own_tokens(call.model)) if is_own(call) else SHARED,
+            own=_own(graph, name, lengths),
+            per_sample=name == generates[0] or name in lengths if kind == "generate" else True,
+            trained_on=any(kinds[n] == "train" and graph.sampler(n) == name for n in kinds) and kind == "generate",
             timeout_seconds=call.timeout_seconds if isinstance(call, Function) else 0.0,
             predicted_seconds=plan.allocations[name].seconds if layout else 0.0,
         )
@@ -125,8 +170,36 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
             trains[role] = trains.get(role, 0) + 1
     batched = tuple(name for name, kind in kinds.items() if kind not in ("stream", "generate"))
     generate = generates[0] if generates else ""
-    processes = job.function_processes(owner_workers[0])
-    return Program(calls, generate, stream, batched, trains, owner_workers, graph.samples_per_group, processes)
+    return Program(
+        calls=calls,
+        generate=generate,
+        later=generates[1:],
+        stream=stream,
+        batched=batched,
+        trains=trains,
+        owner_workers=owner_workers,
+        samples_per_group=graph.samples_per_group,
+        least_samples=graph.least_samples,
+        function_processes=job.function_processes(owner_workers[0]),
+        n_own_keys=len(own_keys(graph)),
+    )
+
+
+def _later_lengths(graph: Graph) -> tuple[str, ...]:
+    """The later generate calls that make a sample beside each of the group's, whose lengths are told, too."""
+    levels = {name: graph.keys[f"{name}.{TOKENS}"].type.level for name in graph.generates[1:]}
+    return tuple(name for name, level in levels.items() if level == "sample")
+
+
+def _own(graph: Graph, name: str, lengths: Sequence[str]) -> int:
+    """The place of the lengths of the samples that a call works on: see `CallPlan.own`."""
+    call, keys = graph.calls[name], own_keys(graph)
+    if graph.works_on_data(name):
+        return OF_GROUP
+    if is_own(call):
+        return keys.index(own_tokens(call.model))
+    works = isinstance(call, Inference | Advantage | Train)
+    return len(keys) + lengths.index(graph.sampler(name)) if works and graph.sampler(name) in lengths else SHARED
 
 
 def _gives_way(plan: Plan, generate: str) -> bool:
@@ -173,7 +246,7 @@ def _reads(graph: Graph, kinds: Mapping[str, CallKind], name: str) -> dict[str, 
         producer = graph.keys[key].producer
         if producer == name:
             continue
-        with_group = producer == INPUT or kinds[producer] in ("generate", "stream", "late")
+        with_group = producer in (INPUT, *graph.generates[:1]) or kinds[producer] in ("stream", "late")
         owners.setdefault(GROUP_OWNER if with_group else producer, []).append(key)
     return {owner: tuple(keys) for owner, keys in owners.items()}
 

@@ -20,29 +20,21 @@ from realgraph.runtime.commands.actions import (
     Tick,
     WorkerLost,
 )
+from realgraph.runtime.commands.loads import UnexpectedReply
 from realgraph.runtime.commands.tally import StepTally, TallyNumbers
 from realgraph.runtime.commands.tasks import Task, Tasks
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.boundary_runner import BoundaryRunner
-from realgraph.runtime.scheduler.collection import DISCARDED_BATCHES, Collection, UnexpectedReply
+from realgraph.runtime.scheduler.collection import DISCARDED_BATCHES, Collection
 from realgraph.runtime.scheduler.devices import Devices
+from realgraph.runtime.scheduler.engine_loss import EngineLosses
 from realgraph.runtime.scheduler.image import SchedulerImage
 from realgraph.runtime.scheduler.ledger import Ledger
 from realgraph.runtime.scheduler.placement import Batch
 from realgraph.runtime.scheduler.program import make_program
 from realgraph.runtime.scheduler.step_boundary import StepBoundary
 from realgraph.runtime.scheduler.steps import OpenSteps, summary
-from realgraph.runtime.wire.protocol import (
-    Bye,
-    Done,
-    Drop,
-    Failed,
-    Generated,
-    Heartbeat,
-    Hello,
-    Loaded,
-    Ready,
-)
+from realgraph.runtime.wire.protocol import Bye, Done, Drop, Failed, Generated, Heartbeat, Hello, Loaded, Ready
 
 
 class Scheduler:
@@ -66,18 +58,19 @@ class Scheduler:
         self._fresh = state is None
         self._last_state = state or Checkpointed(0, dict.fromkeys(self._program.trains, 0), 0, 0, 0)
         # what frozen weights made, or was only loaded, never gets too old
-        overdue = job.overdue if self._program.trains_of_generator else "allow"
-        self._ledger = Ledger(job.batch.groups, job.staleness, overdue, job.plan.staleness)
-        self._ledger.restore(
-            self._last_state.next_group, self._last_state.open, self._last_state.n_trained, self._last_state.n_discarded
-        )
+        overdue = job.overdue if self._program.paced else "allow"
+        self._ledger = Ledger(job.batch.groups, job.staleness, overdue, job.plan.staleness, job.batch.surplus)
+        last = self._last_state
+        self._ledger.restore(last.next_group, last.open, last.n_trained, last.n_discarded)
         self._tasks = Tasks()
         self._boundary = StepBoundary(job, self._last_state, n_eval_rows)
-        self._collection = Collection(self._program, self._ledger, self._tasks, job.runtime)
+        self._collection = Collection(job, self._program, self._ledger, self._tasks)
         self._collection.step = self._last_state.step
         self._steps = OpenSteps(job, self._program, self._tasks, self._last_state)
         self._devices = Devices(job, self._program, self._steps, self._collection, self._last_state)
         self._boundary_runner = BoundaryRunner(job, self._program, self._boundary, self._steps, self._devices)
+        inner = self._ledger, self._collection, self._steps, self._devices, self._boundary_runner
+        self._losses = EngineLosses(job, *inner)
         self._n_discarded = self._ledger.n_discarded  # when the last pump after an answer began
         self._halted = False
 
@@ -94,13 +87,15 @@ class Scheduler:
 
     def on(self, event: Event, now: float) -> list[Action]:
         """Actions that answer `event`; none any more after a Halt."""
-        if self._halted:
+        if self._halted or getattr(event, "worker", -1) in self._losses.gone:
             return []
         try:
             actions = self._handle(event, now)
         except UnexpectedReply as error:
             worker = getattr(event, "worker", -1)
             actions = self._halt(Failed(worker, getattr(event, "call", ""), str(error), kind="worker"))
+        if self._losses.gone:
+            actions = [one for one in actions if not isinstance(one, Send) or one.worker not in self._losses.gone]
         return _without_sends_after_a_failure(actions) if self._halted else actions
 
     def deadline(self) -> float | None:
@@ -126,6 +121,9 @@ class Scheduler:
             devices=self._devices.image,
             boundary=self._boundary.image,
             boundary_task=self._boundary_runner.task,
+            spoiled=self._boundary_runner.spoiled,
+            gone=tuple(sorted(self._losses.gone)),
+            beside=self._boundary_runner.beside,
             n_discarded=self._n_discarded,
             tallies=numbers.images,
         )
@@ -140,7 +138,8 @@ class Scheduler:
         self._steps.restore(image.steps, self._ledger.live, tallies)
         self._devices.restore(image.devices)
         self._boundary.restore(image.boundary)
-        self._boundary_runner.task = image.boundary_task
+        self._boundary_runner.task, self._boundary_runner.beside = image.boundary_task, image.beside
+        self._boundary_runner.spoiled, self._losses.gone = image.spoiled, set(image.gone)
 
     def check(self) -> None:
         """Assert what is always true of the Scheduler's own state (for tests: it looks at everything)."""
@@ -160,7 +159,7 @@ class Scheduler:
             case Failed():
                 return self._halt(event)
             case WorkerLost():
-                return self._lost(event)
+                return self._lost(event, now)
             case Tick():
                 return self._tick(now)
             case StopRequested():
@@ -171,9 +170,9 @@ class Scheduler:
                 assert_never(event)
 
     def _arrived(self, reply: Generated | Loaded, now: float) -> list[Action]:
-        if isinstance(reply, Generated) and reply.call != self._program.generate:
+        if isinstance(reply, Generated) and reply.call not in self._program.generates:
             raise UnexpectedReply(f"worker {reply.worker} generated by {reply.call!r}, which is no generate call")
-        actions = self._collection.arrived(reply, self._program.trains_of_generator, now)
+        actions = self._collection.arrived(reply, self._devices.generator_version(reply.worker), now)
         actions += self._pump_if_moved(now)
         return actions
 
@@ -190,10 +189,11 @@ class Scheduler:
             task.tally.transcripts.extend(reply.transcripts)
         if reply.state:
             task.state.update(reply.state)
-        if reply.kept:
-            task.kept.update(reply.kept)
+        if reply.left_out:
+            task.left_out.update(reply.left_out)
         if task.waiting:
-            return []
+            moved = task.kind == "reallocate" and self._devices.answered(task, reply.worker)
+            return self._pump(now) if moved else []
         self._tasks.close(task)
         actions = self._ended(task, reply.worker, now)
         actions += self._pump_if_moved(now) if task.kind == "stream" else self._pump(now)
@@ -213,12 +213,15 @@ class Scheduler:
             case "evaluate":
                 metrics = task.tally.metrics.get(task.call, {})
                 self._devices.turns.release(task.number)
-                self._boundary_runner.done()
-                best = self._boundary.judge(task.step, metrics)
+                if self._boundary_runner.spoiled:
+                    self._boundary_runner.again(task.number, task.step)
+                    return []
+                beside = self._boundary_runner.done(task.number)
+                best = self._boundary.judge(task.step, metrics, beside=beside)
                 ended = EvalEnded(task.step, metrics, best, tuple(task.tally.transcripts))
-                return [ended, *self._devices.release_generator()]
+                return [ended] if beside else [ended, *self._devices.release_generator()]
             case "save":
-                self._boundary_runner.done()
+                self._boundary_runner.done(task.number)
                 self._boundary.was_saved(task.step, now)
                 return [CheckpointWritten(task.step, self._boundary_runner.folder(task.step), self._snapshot())]
         return []
@@ -236,42 +239,29 @@ class Scheduler:
         self._halted = True
         return [Halt(error, reason or (failures.failed_text(error) if error else "finished"))]
 
-    def _lost(self, event: WorkerLost) -> list[Action]:
-        tasks = self._tasks.of(event.worker)
-        task = next((task for task in tasks if task.kind != "stream"), tasks[0] if tasks else None)
-        if task is not None:
-            doing, call = f"while it ran {failures.doing_text(task)}", task.call
-        elif event.worker in self._tasks.watches:
-            call = self._program.generate
-            doing = f"while it {'ran ' + call if call else 'loaded data'} for step {self._steps.completed}"
-        else:
-            doing, call = "between two calls", ""
-        error = failures.lost(event.worker, event.reason, doing, call)
+    def _lost(self, event: WorkerLost, now: float) -> list[Action]:
+        if self._losses.survives(event.worker):
+            actions, ended = self._losses.lose(event.worker, event.reason, now)
+            for task in ended:
+                self._tasks.close(task)
+                actions += self._ended(task, event.worker, now)
+            return actions + self._pump(now)
+        error = self._losses.fatal(event.worker, event.reason)
         return self._halt(error, error.error)
 
     def _tick(self, now: float) -> list[Action]:
         late = self._tasks.overdue(now)
-        while isinstance(late, int) and self._stands_still(late):
+        while isinstance(late, int) and self._devices.stands_still(late):
             self._tasks.watch(late, now, self._collection.limit_seconds)
             late = self._tasks.overdue(now)
         if late is None:
             return []
         if isinstance(late, int):
             since = self._tasks.watches[late][0]
-            error = failures.silent(late, self._program.generate, self._collection.n_open(late), now - since)
+            error = failures.silent(late, self._collection.call_of(late), self._collection.n_open(late), now - since)
         else:
             error = failures.late(late, now)
         return self._halt(error, error.error)
-
-    def _stands_still(self, worker: int) -> bool:
-        """True where the groups of `worker` wait with their tokens.
-
-        Their session is closed, so that its mesh runs other calls, or the worker has another command, whose deadline
-        is its own.
-        """
-        if not self._program.generate:
-            return False
-        return self._devices.session is None or any(task.kind != "stream" for task in self._tasks.of(worker))
 
     def _give_up_if_all_discarded(self) -> list[Action]:
         n, n_skipped = self._collection.n_discarded_in_row, self._collection.n_skipped
@@ -299,12 +289,12 @@ class Scheduler:
 
     def _pump_if_moved(self, now: float) -> list[Action]:
         """After groups came a step further: look around only if there may be a new batch, a free place, or a stall."""
-        n_discarded = self._ledger.n_discarded
-        enough = self._ledger.n_ready >= self._job.batch.groups
-        if enough or n_discarded != self._n_discarded or not (self._tasks.flying or self._tasks.watches):
+        n_discarded, enough = self._ledger.n_discarded, self._ledger.n_ready >= self._job.batch.groups
+        stalls = not (self._tasks.flying or self._tasks.watches)
+        if enough or n_discarded != self._n_discarded or stalls or self._devices.drained:
             self._n_discarded = n_discarded
             return self._pump(now)
-        return []
+        return self._admit(now)
 
     def _pump(self, now: float) -> list[Action]:
         """Start all that can be started."""
@@ -333,12 +323,15 @@ class Scheduler:
 
         None where nothing happened that may let something else start.
         """
-        batched = self._assemble()
+        beside = self._boundary_runner.evaluate_beside(self._n_eval_rows, now)
+        if beside is not None:
+            return beside
+        batched = self._assemble(now)
         free = self._steps.start_free(self._barrier, now)
         ended = self._end_step(now)
         self._boundary.end_with_save(self._steps.completed)
         if self._boundary.queue:
-            last = self._boundary_runner.work(self._workers, self._n_eval_rows, now)
+            last = self._boundary_runner.work(self._losses.left(self._workers), self._n_eval_rows, now)
         elif self._steps.completed >= self._boundary.target:
             last = self._halt(None, "stopped" if self._boundary.stopping else "finished")
         else:
@@ -348,17 +341,23 @@ class Scheduler:
         return [*(batched or ()), *free, *(ended or ()), *(last or ())]
 
     def _admit(self, now: float) -> list[Action]:
+        """Begin samples, where none wait for new weights."""
+        target = self._boundary.target
+        draining = self._devices.draining(self._barrier, target)
+        begun = self._collection.hold(draining, now)
+        again = self._ledger.n_again if self._losses.gone else 0  # of batches whose sessions have had their turns
         if self._program.generate:
-            if self._devices.session is None:
-                return []
+            if self._program.generate in draining or (self._devices.session is None and not again):
+                return begun
         elif self._boundary.queue:
             return []  # so that no group is in hand at a checkpoint
-        weights = self._devices.generator_weights
-        version = self._devices.admission_version
-        room = self._ledger.room(version, self._boundary.target)
-        return self._collection.admit(room, version, weights, now) if room else []
+        for at in self._devices.admissions():
+            room = self._ledger.room(at.version, target)
+            room = room if self._devices.session is not None or not self._program.generate else min(room, again)
+            begun += self._collection.admit(room, at, now)
+        return begun
 
-    def _assemble(self) -> list[Action] | None:
+    def _assemble(self, now: float) -> list[Action] | None:
         """Make batches of the ready groups, and close the session that made the last of them; None: no batch."""
         moved = False
         actions: list[Action] = []
@@ -366,13 +365,13 @@ class Scheduler:
             step = self._collection.step
             overdue = self._ledger.overdue_groups(step)
             if overdue:
-                self._collection.tally.n_dropped += len(overdue)
-                actions += self._collection.drop(overdue)
+                actions += self._collection.drop_overdue(overdue, now)
             groups = self._ledger.batch(step)
             if groups is None:
                 break
-            batch = Batch(step, groups, self._program.samples_per_group, self._job.seed)
-            self._steps.begin(batch, self._collection.next_batch())
+            actions += self._collection.drop_surplus(self._ledger.surplus_groups(step), now)
+            batch = Batch(step, groups, self._job.seed)
+            self._steps.begin(batch, self._collection.next_batch(groups, now))
             actions += self._devices.close_session(step)
             moved = True
         return actions if moved or actions else None
@@ -384,6 +383,7 @@ class Scheduler:
             return None
         batch, tally = ended
         self._ledger.trained(batch.groups)
+        self._collection.step_ended(batch.step, now)
         self._last_state = self._snapshot()
         completed = self._steps.completed
         self._boundary.ended(completed, max(completed, self._steps.newest_train + 1), now)

@@ -13,7 +13,7 @@ from realgraph.runtime.commands.tasks import Task, TaskKind, Tasks
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.ledger import Group
 from realgraph.runtime.scheduler.placement import Batch
-from realgraph.runtime.scheduler.program import CallPlan, Program
+from realgraph.runtime.scheduler.program import GROUP_OWNER, CallPlan, Program
 from realgraph.runtime.wire.protocol import Execute, Mean, SampleSource
 
 Part = tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[SampleSource, ...]]  # (workers, shares, sources)
@@ -97,7 +97,7 @@ class OpenSteps:
         self.completed, self.newest_train, self.carried = image.completed, image.newest_train, dict(image.carried)
         for entry in image.open:
             members = [groups[number] for number in entry.groups]
-            batch = Batch(entry.step, members, self._program.samples_per_group, self._job.seed)
+            batch = Batch(entry.step, members, self._job.seed)
             for name in entry.owned:
                 batch.own(self._program.calls[name])
             step = self._open[entry.step] = _Step(batch, tallies[entry.tally])
@@ -123,6 +123,38 @@ class OpenSteps:
         del self._open[self.completed]
         self.completed += 1
         return step.batch, step.tally
+
+    # --- a worker is lost ---------------------------------------------------------------------------------------------
+
+    def _holding(self, worker: int) -> list[int]:
+        """The steps whose groups `worker` has some of."""
+        return [n for n, step in self._open.items() if any(group.owner == worker for group in step.batch.groups)]
+
+    def _begun(self, number: int) -> bool:
+        """True where a step can't be put back: a call on a mesh has started, one is under way, or has left numbers."""
+        step = self._open[number]
+        lasting = any(self._program.calls[name].ranks or name in self.carried for name in step.started)
+        return lasting or step.started != step.done
+
+    def can_lose(self, worker: int) -> bool:
+        """True where no step needs what `worker` has: it has begun all calls that read it, or can be put back."""
+        if any(task.kind == "call" for task in self.tasks.of(worker)):
+            return False
+        holding = self._holding(worker)
+        calls = self._program.calls
+        for number in holding:
+            left = [name for name in self._program.batched if name not in self._open[number].started]
+            if self._begun(number) and any(GROUP_OWNER in calls[name].reads for name in left):
+                return False
+        first = min([number for number in holding if not self._begun(number)], default=None)
+        return first is None or not any(self._begun(number) for number in self._open if number >= first)
+
+    def put_back(self, worker: int) -> list[tuple[Batch, StepTally]]:
+        """Forget the steps, from the first on that has groups of `worker` and has not begun."""
+        first = min([n for n in self._holding(worker) if not self._begun(n)], default=None)
+        numbers = [number for number in sorted(self._open) if first is not None and number >= first]
+        steps = [self._open.pop(number) for number in numbers]
+        return [(step.batch, step.tally) for step in steps]
 
     def check(self) -> None:
         """Assert what is always true."""
@@ -235,6 +267,7 @@ def summary(batch: Batch, tally: StepTally, versions: Mapping[str, int]) -> Step
     """The report of a step that has ended."""
     ages = [batch.step - group.oldest for group in batch.groups]
     lengths = [sample.n_new_tokens for group in batch.groups for sample in group.samples]
+    n_new_tokens = sum(sample.n_new_tokens for group in batch.groups for sample in group.kept)
     return StepEnded(
         step=batch.step,
         metrics=tally.metrics,
@@ -242,12 +275,15 @@ def summary(batch: Batch, tally: StepTally, versions: Mapping[str, int]) -> Step
         n_groups=len(batch.groups),
         n_samples=len(batch.ids),
         n_tokens=sum(batch.n_tokens),
-        n_new_tokens=sum(lengths),
+        n_new_tokens=n_new_tokens,
         n_skipped=tally.n_skipped,
         n_dropped=tally.n_dropped,
+        n_surplus=tally.n_surplus,
+        n_left_out=sum(len(group.left_out) for group in batch.groups),
         age=Mean(float(sum(ages)), float(len(ages))),
         oldest=max(ages),
         versions=dict(versions),
         transcripts=tuple(tally.transcripts),
         lengths=quantiles(lengths, LENGTH_QUANTILES) if any(lengths) else (),
+        age_p95=sorted(ages)[math.ceil(0.95 * len(ages)) - 1],
     )

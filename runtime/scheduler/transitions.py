@@ -2,7 +2,10 @@
 bug of ours, and says so by name.
 
     group     admitted -> generated -> ready -> batched -> trained
-              discarded from admitted (prompt too long), generated (filtered out) and ready (overdue)
+              discarded from admitted (prompt too long), generated (filtered out) and ready (overdue), as surplus from
+              each of these
+              lost, to be admitted anew, from any state before batched, or moved and so admitted elsewhere; from
+              batched back to ready first
     session   closed -> open -> closed
 """
 
@@ -19,6 +22,7 @@ class GroupState(StrEnum):
     BATCHED = "batched"  # a step's batch has it
     TRAINED = "trained"
     DISCARDED = "discarded"
+    LOST = "lost"  # with its worker; it is admitted anew, under its number
 
 
 class GroupEvent(StrEnum):
@@ -29,8 +33,12 @@ class GroupEvent(StrEnum):
     COMPUTED = "computed"  # by every streaming function
     FILTERED = "filtered out"
     OVERDUE = "overdue"  # too old for the next batch, and dropped for it
+    SURPLUS = "surplus"  # begun beyond what batches need, and too old for the next one
     TAKEN = "taken into a batch"
     STEP_ENDED = "trained by the end of its step"
+    PUT_BACK = "put back from a batch"  # which other groups of it have left
+    WORKER_LOST = "lost with its worker"
+    MOVED = "moved to another worker, with its tokens"
 
 
 class SessionState(StrEnum):
@@ -55,7 +63,17 @@ GROUP: Mapping[tuple[GroupState, GroupEvent], GroupState] = {
     (GroupState.GENERATED, GroupEvent.FILTERED): GroupState.DISCARDED,
     (GroupState.READY, GroupEvent.TAKEN): GroupState.BATCHED,
     (GroupState.READY, GroupEvent.OVERDUE): GroupState.DISCARDED,
+    (GroupState.ADMITTED, GroupEvent.SURPLUS): GroupState.DISCARDED,
+    (GroupState.GENERATED, GroupEvent.SURPLUS): GroupState.DISCARDED,
+    (GroupState.READY, GroupEvent.SURPLUS): GroupState.DISCARDED,
     (GroupState.BATCHED, GroupEvent.STEP_ENDED): GroupState.TRAINED,
+    (GroupState.BATCHED, GroupEvent.PUT_BACK): GroupState.READY,
+    (GroupState.ADMITTED, GroupEvent.MOVED): GroupState.ADMITTED,
+    (GroupState.GENERATED, GroupEvent.MOVED): GroupState.ADMITTED,
+    (GroupState.READY, GroupEvent.MOVED): GroupState.ADMITTED,
+    (GroupState.ADMITTED, GroupEvent.WORKER_LOST): GroupState.LOST,
+    (GroupState.GENERATED, GroupEvent.WORKER_LOST): GroupState.LOST,
+    (GroupState.READY, GroupEvent.WORKER_LOST): GroupState.LOST,
 }
 
 SESSION: Mapping[tuple[SessionState, SessionEvent], SessionState] = {

@@ -11,6 +11,7 @@ from torch import Tensor
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.keys import MASK, TOKENS, DType, KeyType
 from realgraph.runtime.batch import Packed
+from realgraph.runtime.job.sample_ids import group_of
 from realgraph.runtime.store.shares import Share
 from realgraph.runtime.store.store import Store, as_bytes
 from realgraph.runtime.store.transfer import DataPlane, GatherRequest
@@ -42,7 +43,7 @@ def encode_values(values: Sequence[Any], key: KeyType) -> tuple[Tensor, list[int
     if values and isinstance(values[0], Tensor):
         pieces = [value.to(dtype).cpu().reshape(-1) for value in values]
         return torch.cat(pieces), [len(piece) for piece in pieces]
-    if key.level == "token" or key.dtype == "tokens":
+    if key.level == "token" or key.dtype == "tokens" or isinstance(next(iter(values), None), list):
         return torch.tensor(list(itertools.chain.from_iterable(values)), dtype=dtype), [len(value) for value in values]
     return torch.tensor(values, dtype=dtype), [1] * len(values)
 
@@ -65,7 +66,7 @@ class Assembler:
         self._graph, self._store, self._plane, self._timeout = graph, store, plane, timeout_seconds
 
     def group(self, sample: int) -> int:
-        return sample // self._graph.samples_per_group
+        return group_of(sample)
 
     def gather(self, sources: Sequence[SampleSource], samples: Iterable[int], share: Share | None = None) -> Values:
         """Every key named by `sources` for those of `samples` that each source holds. Group keys go by group. share:
@@ -110,8 +111,10 @@ class Assembler:
         level = self._graph.keys[name].type.level
         return values[name][self.group(sample) if level == "group" else sample]
 
-    def packed(self, values: Values, samples: Sequence[int], sequence: str = TOKENS) -> Packed:
-        """The numeric keys of `values` for `samples`, in this order, as one batch of the tokens under `sequence`."""
+    def packed(self, values: Values, samples: Sequence[int], sequence: str = TOKENS, sampler: str = "") -> Packed:
+        """The numeric keys of `values` for `samples`, in this order, as one batch of the tokens under `sequence`.
+
+        sampler: the generate call whose keys have its name before them; the batch has them without."""
         tokens = [self.value(values, sequence, sample) for sample in samples]
         lengths = tuple(len(piece) for piece in tokens)
         token_keys: dict[str, Tensor] = {}
@@ -123,12 +126,13 @@ class Assembler:
                 continue
             pieces = [self.value(values, name, sample) for sample in samples]
             joined = torch.cat(pieces) if pieces else torch.zeros(0, dtype=TORCH_DTYPES[key.dtype])
-            if name == MASK:
+            plain = name.removeprefix(f"{sampler}.")
+            if plain == MASK:
                 mask = joined
             elif key.level == "token":
-                token_keys[name] = joined
+                token_keys[plain] = joined
             else:
-                sample_keys[name] = joined
+                sample_keys[plain] = joined
         return Packed(
             tokens=torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int64),
             lengths=lengths,

@@ -74,6 +74,16 @@ class Credit(Struct, frozen=True, tag=True):
     frames: int
 
 
+class Deposit(Struct, frozen=True, tag=True):
+    """Take these bytes, which are not a value of a store; answered with `Deposited`."""
+
+    data: bytes
+
+
+class Deposited(Struct, frozen=True, tag=True):
+    """They were taken."""
+
+
 class NewSegments(Struct, frozen=True, tag=True):
     """Segments, as (id, bytes), whose descriptors come with this message; `retired` ones will not be used again."""
 
@@ -102,8 +112,8 @@ class Unfetched(Struct, frozen=True, tag=True):
     lost: bool
 
 
-Request = FetchRequest | SharedFetch | Release | Fetch | Credit
-Answer = NewSegments | Bundle | Missing | Unfetched
+Request = FetchRequest | SharedFetch | Release | Fetch | Credit | Deposit
+Answer = NewSegments | Bundle | Missing | Unfetched | Deposited
 encode = msgspec.msgpack.Encoder().encode
 _REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
@@ -173,6 +183,10 @@ class Channel(Protocol):
 
     def collect(self, deadline: Deadline, copy: bool) -> list[Tensor]:
         """The values in the order of the request. Raises TransferError; then the channel is to be closed."""
+        ...
+
+    def deposit(self, data: bytes, deadline: Deadline) -> None:
+        """Have the peer take bytes. Raises TransferError; then the channel is to be closed."""
         ...
 
     def stale(self) -> bool:

@@ -24,6 +24,8 @@ from realgraph.runtime.memory.anonymous import Bytes, Window, aligned, map_bytes
 from realgraph.runtime.store import bundle
 from realgraph.runtime.store.bundle import (
     Deadline,
+    Deposit,
+    Deposited,
     Extent,
     FetchRequest,
     Item,
@@ -115,9 +117,12 @@ def _receive(connection: socket.socket, deadline: Deadline | None) -> tuple[byte
 class LocalServer:
     """Shows this worker's store to processes of the same user on the same host."""
 
-    def __init__(self, store: Store, shared: Callable[[SharedFetch], list[StoredValue]]) -> None:
-        """shared: the values of a share that this worker fetches for its host. Raises TransferError."""
-        self._store, self._shared = store, shared
+    def __init__(
+        self, store: Store, shared: Callable[[SharedFetch], list[StoredValue]], deposits: Callable[[bytes], None]
+    ) -> None:
+        """shared: the values of a share that this worker fetches for its host. Raises TransferError. deposits: takes
+        what peers have it take, from any thread. Raises msgspec.MsgspecError."""
+        self._store, self._shared, self._deposits = store, shared, deposits
         self._folder = ""
         if sys.platform == "linux":
             self.name = f"@realgraph-{uuid.uuid4().hex}"
@@ -172,7 +177,7 @@ class LocalServer:
             thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
-        reader = _Reader(connection, self._store, self._shared)
+        reader = _Reader(connection, self._store, self._shared, self._deposits)
         try:
             while True:
                 body, descriptors = _receive(connection, None)
@@ -194,10 +199,14 @@ class _Reader:
     """The state of one reader: descriptors once, and a hold on the values of its last answer."""
 
     def __init__(
-        self, connection: socket.socket, store: Store, shared: Callable[[SharedFetch], list[StoredValue]]
+        self,
+        connection: socket.socket,
+        store: Store,
+        shared: Callable[[SharedFetch], list[StoredValue]],
+        deposits: Callable[[bytes], None],
     ) -> None:
         self._connection = connection
-        self._store, self._shared = store, shared
+        self._store, self._shared, self._deposits = store, shared, deposits
         self._given: set[int] = set()
         self._held: list[StoredValue] = []
 
@@ -222,6 +231,9 @@ class _Reader:
                 self._show()
             case Release():
                 self._held = []
+            case Deposit(data=data):
+                self._deposits(data)
+                _send(self._connection, Deposited())
             case bundle.Fetch() | bundle.Credit():
                 raise ConnectionError("a request of the other route")
 
@@ -277,7 +289,12 @@ class LocalChannel:
     def ask(self, items: Sequence[Item], deadline: Deadline) -> None:
         self.request(FetchRequest(tuple(items)), deadline)
 
-    def request(self, request: FetchRequest | SharedFetch, deadline: Deadline) -> None:
+    def deposit(self, data: bytes, deadline: Deadline) -> None:
+        self.request(Deposit(data), deadline)
+        if not isinstance(self._answer(deadline), Deposited):
+            raise PeerLostError(self._worker, f"worker {self._worker} answered what it was not asked")
+
+    def request(self, request: FetchRequest | SharedFetch | Deposit, deadline: Deadline) -> None:
         """Send a request that `collect` takes the answer of. Raises TransferError."""
         try:
             self._connection.settimeout(deadline.left())
@@ -293,6 +310,8 @@ class LocalChannel:
                 raise bundle.AbsentError(self._worker, answer.key, answer.id)
             if isinstance(answer, Unfetched):
                 raise (PeerLostError if answer.lost else TransferError)(answer.worker, answer.text)
+            if isinstance(answer, Deposited):
+                raise PeerLostError(self._worker, f"worker {self._worker} answered what it was not asked")
         try:
             if not copy:
                 return self._views(answer.extents)

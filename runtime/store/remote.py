@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -17,7 +17,17 @@ from torch import Tensor
 from zmq.utils.monitor import parse_monitor_message
 
 from realgraph.runtime.store import bundle
-from realgraph.runtime.store.bundle import Bundle, Credit, Deadline, Fetch, Item, Missing, PeerLostError
+from realgraph.runtime.store.bundle import (
+    Bundle,
+    Credit,
+    Deadline,
+    Deposit,
+    Deposited,
+    Fetch,
+    Item,
+    Missing,
+    PeerLostError,
+)
 from realgraph.runtime.store.store import MissingValueError, Store
 from realgraph.runtime.wire.curve import (
     MONITORED,
@@ -56,8 +66,15 @@ class _Outgoing:
 class RemoteServer:
     """Sends this worker's values to the peers whose keys are known. `allow` says which; nobody before that."""
 
-    def __init__(self, store: Store, keys: KeyPair, interface: str, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-        self._store, self._refusals = store, Refusals(log)
+    def __init__(
+        self,
+        store: Store,
+        keys: KeyPair,
+        interface: str,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        deposits: Callable[[bytes], None],
+    ) -> None:
+        self._store, self._refusals, self._deposits = store, Refusals(log), deposits
         self._allowed: Collection[str] | None = None
         self._outgoing: dict[bytes, _Outgoing] = {}
         self._zap = context.socket(zmq.REP)
@@ -112,6 +129,8 @@ class RemoteServer:
             if len(bodies) != 1:
                 raise msgspec.ValidationError(f"{len(bodies)} frames, expected 1")
             request = bundle.decode_request(bodies[0])
+            if isinstance(request, Deposit):
+                self._deposits(request.data)
         except UNREADABLE as error:
             self._refusals.add(f"refused a request that cannot be read: {error}")
             return
@@ -120,6 +139,8 @@ class RemoteServer:
                 self._begin(reader, request)
             case Credit(frames=n):
                 self._send_frames(reader, n)
+            case Deposit():
+                self._send(reader, bundle.encode(Deposited()))
             case bundle.FetchRequest() | bundle.SharedFetch() | bundle.Release():
                 self._refusals.add("refused a request of the other route")
 
@@ -180,12 +201,20 @@ class RemoteChannel:
     def ask(self, items: Sequence[Item], deadline: Deadline) -> None:
         self._send(Fetch(tuple(items), WINDOW_FRAMES, deadline.left()), deadline)
 
-    def collect(self, deadline: Deadline, copy: bool) -> list[Tensor]:
-        """`copy` makes no difference: values are always the reader's own."""
+    def deposit(self, data: bytes, deadline: Deadline) -> None:
+        self._send(Deposit(data), deadline)
+        if not isinstance(self._answer(deadline), Deposited):
+            raise PeerLostError(self._worker, f"{self._place} sent an answer of the other route")
+
+    def _answer(self, deadline: Deadline) -> bundle.Answer:
         try:
-            answer = bundle.decode_answer(self._receive(deadline, "answer").bytes)
+            return bundle.decode_answer(self._receive(deadline, "answer").bytes)
         except UNREADABLE as error:
             raise PeerLostError(self._worker, f"{self._place} sent a header that is wrong: {error}") from None
+
+    def collect(self, deadline: Deadline, copy: bool) -> list[Tensor]:
+        """`copy` makes no difference: values are always the reader's own."""
+        answer = self._answer(deadline)
         if isinstance(answer, Missing):
             raise bundle.AbsentError(self._worker, answer.key, answer.id)
         if not isinstance(answer, Bundle):
@@ -219,7 +248,7 @@ class RemoteChannel:
         self._monitor.close()
         self._socket.close(linger=0)
 
-    def _send(self, request: Fetch | Credit, deadline: Deadline) -> None:
+    def _send(self, request: Fetch | Credit | Deposit, deadline: Deadline) -> None:
         self._socket.setsockopt(zmq.SNDTIMEO, max(1, int(deadline.left() * 1000)))
         try:
             self._socket.send(bundle.encode(request))

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -64,21 +64,34 @@ class _Asked(NamedTuple):
     wants: Sequence[GatherRequest]
 
 
+def _forgotten(data: bytes) -> None:
+    """Takes what peers deposit where nobody wants it."""
+
+
 class DataPlane:
     """Made once per worker, closed at its end. `connect` comes before the first gather and before any peer is let in.
 
     keys: this worker's, as a server and as a client. interface: the address that peers on other hosts reach us by.
+    deposits: takes what peers `deposit` here, from any thread; raises msgspec.MsgspecError for what it can't read.
     """
 
-    def __init__(self, worker: int, store: Store, keys: KeyPair, interface: str, host: str | None = None) -> None:
+    def __init__(
+        self,
+        worker: int,
+        store: Store,
+        keys: KeyPair,
+        interface: str,
+        host: str | None = None,
+        deposits: Callable[[bytes], None] = _forgotten,
+    ) -> None:
         self._worker = worker
         self._store = store
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._shares = Shares()
-        self._local = LocalServer(store, self._fetched)
-        self._remote = RemoteServer(store, keys, interface, self._context)
+        self._local = LocalServer(store, self._fetched, deposits)
+        self._remote = RemoteServer(store, keys, interface, self._context, deposits)
         self._peers: dict[int, Peer] = {}
         self._lock = threading.Lock()
         self._quiet = threading.Condition()
@@ -149,6 +162,18 @@ class DataPlane:
                 self._take_shared(share, by_worker, values, manner)
             self._take(by_worker, values, manner)
         return values
+
+    def deposit(self, worker: int, data: bytes, deadline_seconds: float) -> None:
+        """Have another worker take bytes; when this returns it has. Raises TransferError."""
+        route, deadline = self._route(worker), Deadline(deadline_seconds)
+        with self._counted():
+            channel = self._channel(worker, route)
+            try:
+                channel.deposit(data, deadline)
+            except BaseException:
+                channel.close()
+                raise
+            self._keep(worker, route, channel)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ Every decision that ends a step (a loss that is not finite, a log-probability ga
 of the mesh share, so that they stop together; the passes themselves are `train_passes`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal
@@ -16,12 +16,13 @@ from torch.distributed.fsdp import FSDPModule
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import ModelRole, Train
 from realgraph.planner.costs.memory.terms import distributes_states
-from realgraph.planner.plan.layout import Layout, Recompute
+from realgraph.planner.plan.layout import Layout
 from realgraph.planner.request.engine_support import TORCH, Axis, axes_text
 from realgraph.runtime.algorithms import losses
 from realgraph.runtime.batch import Packed
-from realgraph.runtime.engine import RELEASED, Parts, SharedWeights, TrainSettings, Weights, WeightSpec, check_gap
+from realgraph.runtime.engine import RELEASED, Parts, SharedWeights, TrainOptions, TrainSettings, Weights, WeightSpec
 from realgraph.runtime.files.paths import RunPath
+from realgraph.runtime.logprob_gap import check_gap
 from realgraph.runtime.models.host_states import DroppedStorages
 from realgraph.runtime.models.models import DTYPES, PackedModel, Start, Wants, build
 from realgraph.runtime.models.train_state import Counters
@@ -36,9 +37,11 @@ from realgraph.runtime.parallel.sharding import shard
 from realgraph.runtime.parallel.tensor.network import cut_network
 from realgraph.runtime.parallel.tensor.pieces import cut_of, shard_of
 from realgraph.runtime.train import files as train_files
+from realgraph.runtime.train.audit import Seen, fates
+from realgraph.runtime.train.errors import NumericsError
 from realgraph.runtime.train.files import HostSnapshot
 from realgraph.runtime.train.optimizer import Adam, LossScale, Masters, lr_factor
-from realgraph.runtime.train.passes import Aim, ModelPasses, PassTotals, StepShare, numerics_error
+from realgraph.runtime.train.passes import Aim, ModelPasses, PassTotals, StepShare
 from realgraph.runtime.train.recompute import recomputing
 from realgraph.runtime.wire.protocol import HeldBytes, Mean, Metric
 
@@ -97,35 +100,44 @@ class TorchTrainEngine:
 
     # --- training -----------------------------------------------------------------------------------------------------
 
-    def train(
-        self, call: Train, minibatches: Sequence[Packed], recompute: Recompute | None = None
-    ) -> dict[str, Metric]:
+    def train(self, call: Train, minibatches: Sequence[Packed], how: TrainOptions | None = None) -> dict[str, Metric]:
         """One optimizer step a mini-batch; those of all epochs come at once. Raises NumericsError or LogprobGap before
-        the step that is to blame. recompute: in the backward passes; None: as the role says.
+        the step that is to blame.
 
         Besides the loss's own metrics: loss, grad_norm, lr, optimizer_steps, n_tokens (of the batch), skipped (share of
-        samples left out as idle), overdue (share of sampled tokens over the age bound), logprob_gap (at the first
-        mini-batch, before its step), empty_steps (optimizer steps that were not taken, as nothing had a part in their
-        loss; only where there are any), entropy (over the first micro-batch of each step, on each rank), of experts
+        samples left out as idle), overdue (share of sampled tokens over the age bound), age_0, age_1, ... (shares by
+        age in steps, up to the bound), logprob_gap (at the first mini-batch, before its step), empty_steps (optimizer
+        steps that were not taken, as nothing had a part in their loss; only where there are any), entropy (over the
+        first micro-batch of each step, on each rank), of experts
         load_imbalance and router_entropy (over all tokens of a step, a common beginning that is computed once counted
         once; see `load_metrics`) and, in float16, loss_scale.
         """
+        how = how or TrainOptions()
+        recompute = how.recompute or ("full" if self.role.gradient_checkpointing else "none")
+        audit, settle = how.audit, how.before_step or _nothing
         parts = self.passes.parts(call.loss, minibatches, self.version)
         if losses.needs(call.loss).proximal and len(parts) > 1:
             parts = self.passes.with_proximal(parts, call.temperature)
         tally = PassTotals()
         try:
-            with recomputing(self.model.network, recompute or ("full" if self.role.gradient_checkpointing else "none")):
+            with recomputing(self.model.network, recompute):
                 for step, part in enumerate(parts):
-                    tally.add(self._step(call, part, first=step == 0))
+                    seen: Seen | None = None if audit is None else {}
+                    tally.add(self._step(call, part, seen, settle, first=step == 0))
+                    if audit is not None and seen is not None:
+                        audit += fates(minibatches[step], step, seen)
+            settle()
         finally:
             if self.masters is not None:
                 self.masters.free()
         self.version += 1
         return {**tally.metrics, **self._counts(parts, call.epochs)} if self.ranks.heads else {}
 
-    def _step(self, call: Train, part: StepShare, *, first: bool) -> dict[str, Metric]:
-        """One optimizer step. In float16 an overflow halves the loss scale and does the passes again."""
+    def _step(
+        self, call: Train, part: StepShare, seen: Seen | None, settle: Callable[[], None], *, first: bool
+    ) -> dict[str, Metric]:
+        """One optimizer step, after `settle`. In float16 an overflow halves the loss scale and does the passes
+        again."""
         adam = self.adam
         if adam is None or self.settings.optimizer is None:
             raise ValueError("this engine's role is frozen: it was opened without an optimizer")
@@ -133,7 +145,8 @@ class TorchTrainEngine:
             lead = 1.0 if self.ranks.leads else 0.0
             return {"loss": Mean(0.0, lead), "grad_norm": Mean(0.0, lead)}
         while True:
-            aim = Aim(call, self.scale.value, self.version if first else None)
+            gate = self.version if first else None
+            aim = Aim(call, self.scale.value, gate, self.settings.mixed_caches, seen)
             tally = self.passes.accumulate(aim, part, adam.masters)
             gap = tally.gap
             told = torch.tensor([tally.loss, gap.total, gap.weight], dtype=torch.float64)
@@ -146,7 +159,9 @@ class TorchTrainEngine:
                 break
             if not (bool(loss.isfinite()) and self.scale.overflowed()):
                 adam.masters.zero()
-                raise numerics_error(float(loss), float(norm), tally.blamed)
+                raise _numerics_error(float(loss), float(norm), tally.blamed)
+        settle()
+        self._reshard()  # where `settle` has made a forward pass
         limit = self.settings.optimizer.max_grad_norm
         if limit is not None and (clip := limit / (float(norm) + 1e-6)) < 1.0:
             adam.masters.flat.mul_(clip)
@@ -189,6 +204,8 @@ class TorchTrainEngine:
         }
         if self.settings.max_age is not None:
             counts["overdue"] = Mean(float(n_sampled - n_fresh), float(n_sampled))
+            for age, found in enumerate(zip(*(part.ages for part in parts), strict=True)):
+                counts[f"age_{age}"] = Mean(float(sum(found)), float(n_sampled))
         if n_empty:
             counts["empty_steps"] = Mean(lead * n_empty, lead)
         if self.scale.dynamic:
@@ -236,7 +253,7 @@ class TorchTrainEngine:
         """Take weights in place; moments stay. Raises ValueError for parts that are missing or have no place."""
         self._reshard()
         self._dropped.restore()
-        take_weights(self.model.network, parts, lambda own, new: own.copy_(new), self.contents.weights)
+        take_weights(self.model.network, parts, self.contents.weights)
         if self.masters is not None:
             self.masters.refresh()
         self.version = version
@@ -258,7 +275,7 @@ class TorchTrainEngine:
         masters = dict(zip(self.masters.names, self.masters.tensors, strict=True))
         held = {name: part._replace(values=masters[name]) for name, part in self.contents.weights.items()}
         self._reshard()
-        take_weights(self.model.network, parts, lambda own, new: own.lerp_(new.to(own), rate), held)
+        take_weights(self.model.network, parts, held, lambda own, new: own.lerp_(new.to(own), rate))
         self.masters.publish()
         self.version = version
 
@@ -360,3 +377,14 @@ def check_support(role: ModelRole, layout: Layout) -> None:
             asked = f"the layout asks for {axis} = {getattr(layout, axis)}"
             text = f"the train engine has {axes_text(TORCH.axes)} only; {asked}"
             raise ConfigError([Problem(Where(path=f"$.layout.{axis}"), text, f"set {axis} to 1", "layout")])
+
+
+def _nothing() -> None:
+    """Nobody else needs the weights as they are."""
+
+
+def _numerics_error(loss: float, norm: float, samples: tuple[int, ...]) -> NumericsError:
+    what = f"the loss is {loss}" if loss - loss != 0 else f"the gradient norm is {norm}"
+    shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
+    where = f"; samples {shown}" if samples else ""
+    return NumericsError(f"{what} before the optimizer step, which was not taken{where}", samples)

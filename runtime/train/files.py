@@ -19,12 +19,13 @@ import torch
 from realgraph.graphs.errors import Where
 from realgraph.planner.inputs.model_spec import spec_from_config
 from realgraph.planner.plan.layout import Layout
-from realgraph.runtime.engine import LostPart, WeightSpec
+from realgraph.runtime.engine import WeightSpec
 from realgraph.runtime.files.paths import RunPath, make_folder, sync_path
 from realgraph.runtime.models.checkpoint_files import (
     CheckpointTarget,
     Reader,
     TensorEntry,
+    Writer,
     copy_file,
     write_json,
     write_parts,
@@ -32,10 +33,11 @@ from realgraph.runtime.models.checkpoint_files import (
 from realgraph.runtime.models.models import PackedModel
 from realgraph.runtime.models.train_state import STATE, Counters, read_counters
 from realgraph.runtime.models.weights import COPIED, held_parts, read_into, weight_specs
-from realgraph.runtime.parallel.cuts import Box
-from realgraph.runtime.parallel.exchange import WeightPart, layout_boxes
+from realgraph.runtime.parallel.cuts import Box, layout_boxes
+from realgraph.runtime.parallel.exchange import WeightPart
 from realgraph.runtime.parallel.routes import Gap
 from realgraph.runtime.parallel.shares import Shares, shares
+from realgraph.runtime.train.errors import LostPart
 from realgraph.runtime.train.optimizer import MOMENT_NAMES, Adam, Masters
 
 OPTIMIZER = "optimizer"
@@ -162,7 +164,8 @@ def _write(
     """Write this worker's share of `parts`, all that it holds. to: the folder, and the workers that are left."""
     folder, writers = to
     share = contents.share(writers)
-    leads = contents.worker == min(set(writers).intersection(contents.layout.mesh.devices))
+    here = sorted(set(writers).intersection(contents.layout.mesh.devices))
+    writer = Writer(here.index(contents.worker), len(here))
     make_folder(folder)
     dtypes = {kind: next(iter(held.values())).values.dtype for kind, held in contents.states.items()}
     stems = {"model": {"": contents.dtype}, **({OPTIMIZER: dtypes} if dtypes else {})}
@@ -173,8 +176,8 @@ def _write(
             for spec in contents.specs
         ]
         own = _chosen((each for each in parts if each[0] in kinds), share)
-        write_parts(CheckpointTarget(folder, stem), entries, own, leads=leads)
-    if leads:
+        write_parts(CheckpointTarget(folder, stem), entries, own, writer)
+    if writer.leads:
         _write_rest(contents, counters, folder)
     sync_path(folder)
 

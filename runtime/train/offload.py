@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from realgraph.graphs.spec import ModelRole, Train
-from realgraph.planner.plan.layout import Layout, Recompute
+from realgraph.planner.plan.layout import Layout
 from realgraph.runtime.batch import Packed
-from realgraph.runtime.engine import Parts, SharedWeights, TrainEngine, TrainSettings, Weights, WeightSpec
+from realgraph.runtime.engine import Parts, SharedWeights, TrainEngine, TrainOptions, TrainSettings, Weights, WeightSpec
 from realgraph.runtime.files.paths import RunPath
 from realgraph.runtime.models.host_states import HostStates
 from realgraph.runtime.parallel.exchange import WeightPart
@@ -109,12 +109,10 @@ class OffloadedEngine:
         with self._states.used(changed=False):
             return self._engine.inference(batch, output, temperature)
 
-    def train(
-        self, call: Train, minibatches: Sequence[Packed], recompute: Recompute | None = None
-    ) -> dict[str, Metric]:
+    def train(self, call: Train, minibatches: Sequence[Packed], how: TrainOptions | None = None) -> dict[str, Metric]:
         """See TrainEngine."""
         with self._states.used(changed=True):
-            return self._engine.train(call, minibatches, recompute)
+            return self._engine.train(call, minibatches, how)
 
     def weights(self) -> Weights:
         """See TrainEngine."""

@@ -20,17 +20,19 @@ from realgraph.graphs.maths import Loss
 from realgraph.graphs.spec import ModelRole, Train
 from realgraph.runtime.algorithms import losses
 from realgraph.runtime.batch import Outputs, Packed
-from realgraph.runtime.engine import NumericsError, TrainSettings
+from realgraph.runtime.engine import TrainSettings
 from realgraph.runtime.models.models import DTYPES, PackedModel, Wants
 from realgraph.runtime.parallel.experts.routing import record_of
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.parallel.pipeline.stage import stage_of
+from realgraph.runtime.train.audit import Seen, seen_of
 from realgraph.runtime.train.microbatch import cut, idle, rejoin, units
 from realgraph.runtime.train.optimizer import Masters
 from realgraph.runtime.train.staged import Judged, PackedMicroBatch, StagedModel
 from realgraph.runtime.wire.protocol import Mean, Metric, merge
 
 PROXIMAL_LOGPROBS = "proximal_logprobs"
+AGES_TOLD = 16  # steps, up to which the tokens of each age are counted
 _NORM_CHUNK_ELEMENTS = 1024
 
 
@@ -41,7 +43,8 @@ class StepShare:
 
     sizes: tokens, samples, sampled tokens, and those of them within the age bound, before idle samples were left out.
     n_counted: what has a part in the loss on any rank: sampled tokens, or samples where the loss is of whole scores.
-    idle: what idle samples would add to the denominator of this rank.
+    idle: what idle samples would add to the denominator of this rank. ages: sampled tokens by their age in steps, from
+    0 to the bound (AGES_TOLD at most); none where there is no bound.
     """
 
     batch: Packed
@@ -51,6 +54,7 @@ class StepShare:
     sizes: tuple[int, int, int, int]
     n_counted: float
     idle: float = 0.0
+    ages: tuple[int, ...] = ()
 
     @property
     def empty(self) -> bool:
@@ -88,11 +92,14 @@ class PassTotals:
 @dataclass(frozen=True)
 class Aim:
     """The aim of one optimizer step's passes. gap_version: the weights' version where the gap to the generator
-    is to be measured, else None."""
+    is to be measured, else None; whole_samples: only on samples that are all of it. seen: takes what the losses are
+    given, where it is audited."""
 
     call: Train
     loss_scale: float = 1.0
     gap_version: int | None = None
+    whole_samples: bool = False
+    seen: Seen | None = None
 
 
 class ModelPasses:
@@ -189,20 +196,35 @@ class ModelPasses:
         left_out = float(share - losses.denominator(loss, work)) if work is not fresh else 0.0
         n_counted = fresh.n_samples if losses.needs(loss).scores else n_fresh
         n_passes = len(cuts) if self.pipe is None else self.pipe.rounded(len(cuts))
-        return StepShare(work, cuts, n_passes, share, sizes, float(n_counted), left_out)
+        ages = self._told_ages(batch, version)
+        return StepShare(work, cuts, n_passes, share, sizes, float(n_counted), left_out, ages)
 
     def _fresh(self, loss: Loss, batch: Packed, version: int) -> Packed:
         """The batch without what is over the age bound: its tokens masked, or in a loss that compares whole samples of
         a group, the groups that have such tokens left out."""
-        settings = self.settings
-        if settings.max_age is None or VERSIONS not in batch.token_keys:
+        ages, max_age = self._ages(batch, version), self.settings.max_age
+        if ages is None or max_age is None:
             return batch
-        sampled_in = torch.div(batch.token_keys[VERSIONS], settings.generator_trains, rounding_mode="floor")
-        overdue = batch.mask & (version // settings.trains - sampled_in > settings.max_age)
+        overdue = batch.mask & (ages > max_age)
         if not loss.needs_whole_groups:
             return replace(batch, mask=batch.mask & ~overdue)
         late = set(batch.sample_index()[overdue].tolist())
         return batch.select([i for unit in units(batch, True) if late.isdisjoint(unit) for i in unit])
+
+    def _ages(self, batch: Packed, version: int) -> Tensor | None:
+        """[T]: steps from the one whose weights drew each token to the one that trains it; None without a bound."""
+        settings = self.settings
+        if settings.max_age is None or VERSIONS not in batch.token_keys:
+            return None
+        drawn_in = torch.div(batch.token_keys[VERSIONS], settings.generator_trains, rounding_mode="floor")
+        return version // settings.trains - drawn_in
+
+    def _told_ages(self, batch: Packed, version: int) -> tuple[int, ...]:
+        """See StepShare; of ranks without a sample, too."""
+        ages, max_age = self._ages(batch, version), self.settings.max_age
+        if max_age is None:
+            return ()
+        return _counts_of(batch.tokens[:0] if ages is None else ages[batch.mask], min(max_age, AGES_TOLD))
 
     def with_proximal(self, parts: Sequence[StepShare], temperature: float) -> list[StepShare]:
         """The same parts with the log-probabilities (of masked tokens) of the weights before the first step.
@@ -248,9 +270,11 @@ class ModelPasses:
             )
 
             def note() -> None:
+                if aim.seen is not None:
+                    aim.seen.update(seen_of(one.batch))
                 tally.take(float(loss.detach()), one.batch, outputs)
                 tally.add({name: mean for name, mean in metrics.items() if name != "loss"})
-                tally.add(_observed(one.batch, outputs, aim.gap_version))
+                tally.add(_observed(one.batch, outputs, aim))
 
             return Judged(loss * aim.loss_scale, note)
 
@@ -310,6 +334,11 @@ class ModelPasses:
         return norm
 
 
+def _counts_of(ages: Tensor, most: int) -> tuple[int, ...]:
+    """The numbers of those that are 0, 1, ... `most`."""
+    return tuple(torch.bincount(ages.clamp(0, most + 1), minlength=most + 2)[: most + 1].tolist())
+
+
 def _square_sum_of(parts: Sequence[Tensor]) -> Tensor:
     """The sum of squares of several flat tensors, perhaps none: float64, on the CPU."""
     if not parts:
@@ -336,15 +365,21 @@ def _of(outputs: Outputs, name: str) -> Tensor:
     return value
 
 
-def _observed(batch: Packed, outputs: Outputs, gap_version: int | None) -> dict[str, Mean]:
+def _observed(batch: Packed, outputs: Outputs, aim: Aim) -> dict[str, Mean]:
     """Metrics of the engine's own: entropy, and the gap to the generator on tokens that `gap_version` sampled."""
     values: dict[str, Tensor] = {}
     if outputs.entropy is not None and not outputs.entropy.requires_grad:
         values["entropy"] = outputs.entropy[batch.mask]
-    if gap_version is not None and outputs.logprobs is not None and BEHAVIOUR_LOGPROBS in batch.token_keys:
+    if aim.gap_version is not None and outputs.logprobs is not None and BEHAVIOUR_LOGPROBS in batch.token_keys:
         present = batch.mask
         if VERSIONS in batch.token_keys:
-            present = present & (batch.token_keys[VERSIONS] == gap_version)
+            same = batch.token_keys[VERSIONS] == aim.gap_version
+            present = present & same
+            if aim.whole_samples:
+                sample = batch.sample_index()
+                mixed = torch.zeros(batch.n_samples, dtype=torch.bool, device=same.device)
+                mixed[sample[batch.mask & ~same]] = True
+                present = present & ~mixed[sample]
         values["logprob_gap"] = (outputs.logprobs.detach() - batch.token_keys[BEHAVIOUR_LOGPROBS])[present].abs()
     if not values:
         return {}
@@ -363,10 +398,3 @@ def _blame(batch: Packed, outputs: Outputs) -> tuple[int, ...]:
     ids = batch.samples or tuple(range(batch.n_samples))
     blamed = tuple(ids[i] for i in bad.nonzero().squeeze(-1).tolist())
     return blamed or ids
-
-
-def numerics_error(loss: float, norm: float, samples: tuple[int, ...]) -> NumericsError:
-    what = f"the loss is {loss}" if loss - loss != 0 else f"the gradient norm is {norm}"
-    shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
-    where = f"; samples {shown}" if samples else ""
-    return NumericsError(f"{what} before the optimizer step, which was not taken{where}", samples)

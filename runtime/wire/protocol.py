@@ -1,8 +1,8 @@
 """Every message between the master and its workers, both ways. The Scheduler's commands and events are these too.
 
 Ids: groups are numbered in the order of admission, from 0 over the whole run, so a group's data row is a pure function
-of its number and the seed; sample = group x samples_per_group + index. Tensors never travel here: `Execute` says which
-worker's store holds what.
+of its number and the seed; a sample's number has its group and its place in the group (`job/sample_ids.py`), however
+many samples that has. Tensors never travel here: `Execute` says which worker's store holds what.
 """
 
 from collections.abc import Mapping
@@ -45,20 +45,42 @@ class Load(_Message, frozen=True):
     groups: tuple[int, ...]
 
 
-class Submit(_Message, frozen=True):
-    """Load `groups` and generate their samples by `call` with weights of at least `version`; results stream back."""
-
-    call: str
-    groups: tuple[int, ...]
-    version: int
-
-
 class SampleSource(Struct, frozen=True, gc=False):
     """`worker` holds `keys` of `samples` (group keys: of the samples' groups)."""
 
     worker: int
     keys: tuple[str, ...]
     samples: tuple[int, ...]
+
+
+class Submit(_Message, frozen=True):
+    """Load `groups` and generate their samples by `call` with weights of at least `version`; results stream back. What
+    other engines have drawn of them, as far as this worker was told, is not drawn again.
+
+    sources: of a later generate call of the groups, which finds its prompts there. keepers: see `Keep`.
+    """
+
+    call: str
+    groups: tuple[int, ...]
+    version: int
+    sources: tuple[SampleSource, ...] = ()
+    keepers: tuple[int, ...] = ()  # of each group; () where nobody keeps any
+
+
+NOBODY = -1  # keeps the tokens of a group
+
+
+class Keep(_Message, frozen=True):
+    """From now on these workers keep the tokens of `groups`, each those of one, and are told them all. No answer."""
+
+    groups: tuple[int, ...]
+    keepers: tuple[int, ...]  # NOBODY for none
+
+
+class Forget(_Message, frozen=True):
+    """A worker is gone: forget what this one keeps of its tokens and was not asked for. No answer."""
+
+    worker: int
 
 
 class Execute(_Message, frozen=True, gc=False):
@@ -76,13 +98,14 @@ class Execute(_Message, frozen=True, gc=False):
 
 
 class Reallocate(_Message, frozen=True):
-    """Copy `role`'s trained weights of `version` to its copy on this worker for `call`; `owners` serve them."""
+    """Copy `role`'s trained weights of `version` to its copy for `call` on `receivers`; `owners` serve them."""
 
     task: int
     role: str
     call: str
     version: int
     owners: tuple[int, ...]
+    receivers: tuple[int, ...]  # of the workers of `call`: an engine that evaluates keeps its weights
 
 
 class Drop(_Message, frozen=True):
@@ -118,17 +141,21 @@ class Rescue(_Message, frozen=True):
 class Evaluate(_Message, frozen=True):
     """Generate and score the held-out rows `rows` (this worker's share) with weights of exactly `version`.
 
-    Groups that the worker is making stand still meanwhile and go on afterwards, with the tokens they have.
+    Groups that the worker is making stand still meanwhile and go on afterwards, with the tokens they have; beside: they
+    go on all the time, and the worker takes other commands. checkpoint: its folder, which the weights are read from, by
+    a worker that has no groups; '' for those that it has.
     """
 
     task: int
     step: int
     rows: tuple[int, ...]
     version: int
+    beside: bool = False
+    checkpoint: str = ""
 
 
 class Abort(_Message, frozen=True):
-    """Stop generating these groups and forget them; no answer."""
+    """Stop generating these groups and forget those that are not made yet, with their prompts; no answer."""
 
     groups: tuple[int, ...]
 
@@ -145,7 +172,20 @@ class Shutdown(_Message, frozen=True):
 
 
 Command = (
-    Configure | Load | Submit | Execute | Reallocate | Drop | Save | Rescue | Evaluate | Abort | EndSession | Shutdown
+    Configure
+    | Load
+    | Submit
+    | Keep
+    | Forget
+    | Execute
+    | Reallocate
+    | Drop
+    | Save
+    | Rescue
+    | Evaluate
+    | Abort
+    | EndSession
+    | Shutdown
 )
 
 
@@ -273,6 +313,7 @@ class Generated(_Message, frozen=True):
     skipped: tuple[int, ...] = ()
     started: float = 0.0  # Unix time, in seconds
     ended: float = 0.0
+    drawn: int = 0  # tokens, with those of their prompts, that the worker has of groups that it is still making
 
 
 class Done(_Message, frozen=True, gc=False):
@@ -283,7 +324,7 @@ class Done(_Message, frozen=True, gc=False):
     call: str
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     state: dict[str, float] = field(default_factory=dict)  # the call's carried numbers after it
-    kept: dict[int, bool] = field(default_factory=dict)  # group -> keep, of a call that writes `keep`
+    left_out: dict[int, tuple[int, ...]] = field(default_factory=dict)  # group -> samples, by a call that writes `keep`
     started: float = 0.0
     ended: float = 0.0
     transcripts: tuple[str, ...] = ()

@@ -1,7 +1,6 @@
-"""The compute thread of a worker: model work in the order of its commands, and what generation has finished. Worker
-side.
+"""The compute thread of a worker: model work in the order of its commands, and what generation has finished.
 
-Generation runs beside it in the rollout engine's own time; calls that need the device pause it.
+Generation runs beside it in the rollout engine's own time; calls that need the device pause it. Worker side.
 """
 
 import logging
@@ -14,14 +13,17 @@ from pathlib import Path
 
 import msgspec
 
-from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import Function, Generate, Train
 from realgraph.planner.plan.plan import reallocation_node
+from realgraph.planner.request.engine_support import run_support
 from realgraph.runtime.data.stops import stops_of
+from realgraph.runtime.drawn.sharing import TokenSharing
 from realgraph.runtime.functions.host import FunctionHost
-from realgraph.runtime.generate.rollouts import Rollouts, Sampling, StaleWeightsError, Texts
+from realgraph.runtime.generate.rollouts import Peers, Rollouts, Sampling, StaleWeightsError, Texts, Writes, call_seed
+from realgraph.runtime.job.engine_loss import shares_tokens
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.run_folder import RunFolder
+from realgraph.runtime.job.sample_ids import sample_ids
 from realgraph.runtime.store.assemble import Assembler
 from realgraph.runtime.wire.protocol import (
     PEAK_BYTES,
@@ -32,7 +34,9 @@ from realgraph.runtime.wire.protocol import (
     EndSession,
     Evaluate,
     Execute,
+    Forget,
     Generated,
+    Keep,
     Load,
     Loaded,
     Max,
@@ -43,26 +47,34 @@ from realgraph.runtime.wire.protocol import (
     Rescue,
     Save,
     Submit,
+    merge,
 )
 from realgraph.runtime.worker.evaluation import Evaluation
 from realgraph.runtime.worker.failures import failure
 from realgraph.runtime.worker.function_calls import FunctionCalls, PromptTexts
-from realgraph.runtime.worker.loading import Loading
+from realgraph.runtime.worker.loading import LaterPrompts, Loading
 from realgraph.runtime.worker.model_calls import ModelCalls
 from realgraph.runtime.worker.resources import ABANDONED_SECONDS, Resources
 from realgraph.runtime.worker.roles import Roles
-from realgraph.runtime.worker.samples import SamplesFile, keeps_samples, open_lines
+from realgraph.runtime.worker.samples import Lines, SamplesFile, keeps_samples, open_lines
 from realgraph.runtime.worker.update_gate import UpdateGate
 
 log = logging.getLogger(__name__)
 
-ModelCommand = Load | Submit | Execute | Reallocate | Save | Evaluate | Abort | EndSession
+ModelCommand = Load | Submit | Execute | Reallocate | Save | Evaluate | Abort | EndSession | Keep | Forget
 AloneCommand = Execute | Reallocate | Save | Evaluate  # has the device to itself
 CLOSE_SECONDS = 2.0
+UPDATE_SECONDS = "update_seconds"  # metric of a train call: it stood still for engines that take up the last weights
 
 
 class Collect(msgspec.Struct, frozen=True):
-    """A rollout engine has something to take."""
+    """The rollout engine of a generate call has something to take."""
+
+    call: str
+
+
+class Tell(msgspec.Struct, frozen=True):
+    """Other engines are to be told what was drawn."""
 
 
 class Compute:
@@ -72,9 +84,10 @@ class Compute:
         self.job = msgspec.json.decode(configure.job, type=Job)
         self.worker = resources.worker
         self._resources, self._configure, self._post = resources, configure, post
-        self._work: queue.SimpleQueue[ModelCommand | Collect | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[ModelCommand | Collect | Tell | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="compute", daemon=True)
         self._samples: SamplesFile | None = None
+        self._audit: Lines | None = None
         self._host: FunctionHost | None = None
 
     # --- called by the control loop -----------------------------------------------------------------------------------
@@ -88,7 +101,9 @@ class Compute:
         collectives = resources.join(job, self._configure.collective)
         self._loading = Loading(job)
         self._assembler = Assembler(graph, resources.store, resources.plane, ABANDONED_SECONDS)
-        self.roles = Roles(job, self.worker, collectives, self._loading.decode, lambda: self._work.put(Collect()))
+        self.roles = Roles(
+            job, self.worker, collectives, self._loading.decode, lambda call: self._work.put(Collect(call))
+        )
         host = self._host = FunctionHost(
             job.user_dir, job.function_processes(self.worker), max_processes=job.runtime.function_max_processes
         )
@@ -98,15 +113,17 @@ class Compute:
         for name, call in graph.calls.items():
             if isinstance(call, Function):
                 host.check(name, call)
-        self._calls = ModelCalls(job, self._assembler, self.roles, self.worker)
+        self._audit = self._lines(RunFolder(Path(job.run_dir)).audit) if job.outputs.audit else None
+        self._calls = ModelCalls(job, self._assembler, self.roles, self.worker, self._audit)
+        self._later = LaterPrompts(job, self._assembler, self._loading)
         if self._configure.resume:
             self.roles.load(resources.run_path(self._configure.resume))
-        self._rollouts = self._make_rollouts(graph)
-        self._gate = UpdateGate(job, self.roles, self._rollouts, self.worker)
-        self._evaluation = Evaluation(job, self._loading, self._rollouts, host, self.worker)
-        if keeps_samples(graph) and job.steps > 0:
-            file = RunFolder(Path(job.run_dir)).samples / f"worker-{self.worker}.jsonl"
-            lines = open_lines(resources.run_path(str(file)))
+        self._sharing = TokenSharing(self.worker, resources.kept, resources.deposit, lambda: self._work.put(Tell()))
+        self._rollouts = {name: self._make_rollouts(name) for name in self.roles.rollouts if self.roles.leads(name)}
+        self._gates = [UpdateGate(job, self.roles, self._rollouts, self.worker, name) for name in graph.generates]
+        self._evaluation = Evaluation(job, self._loading, self._first, host, resources)
+        if keeps_samples(graph) and job.steps > 0 and not job.rollout_alone:
+            lines = self._lines(RunFolder(Path(job.run_dir)).samples)
             self._samples = SamplesFile(graph, resources.store, self._loading.decode, lines)
         self._thread.start()
         return Ready(
@@ -119,24 +136,36 @@ class Compute:
             },
         )
 
-    def _make_rollouts(self, graph: Graph) -> Rollouts | None:
-        for name, engine in self.roles.rollouts.items():
-            if not self.roles.leads(name):
-                continue
-            call = graph.calls[name]
-            assert isinstance(call, Generate)
-            stops = stops_of(name, call, self.job.data, self._loading.tokenizer, engine.source)
-            sampling = Sampling.of(call, self.job.batch.max_new_tokens, stops)
-            mask_unfinished = self.job.data.truncated == "mask"
-            texts = Texts(self._loading.decode, self._loading.own_tokens)
-            return Rollouts(name, engine, sampling, call.reads[0], self._assembler, texts, mask_unfinished)
-        return None
+    def _lines(self, folder: Path) -> Lines:
+        """This worker's file of lines in a folder of the run."""
+        return open_lines(self._resources.run_path(str(folder / f"worker-{self.worker}.jsonl")))
+
+    def _make_rollouts(self, name: str) -> Rollouts:
+        """The rollouts of a generate call that this worker leads."""
+        graph, engine = self.job.graph, self.roles.rollouts[name]
+        call = graph.calls[name]
+        assert isinstance(call, Generate)
+        stops = stops_of(name, call, self.job.data, self._loading.tokenizer, engine.source)
+        sampling = Sampling.of(call, self.job.batch.max_new_tokens, stops)
+        mask_unfinished = self.job.data.truncated == "mask"
+        texts = Texts(self._loading.decode, self._loading.own_tokens if name == graph.generates[0] else {})
+        writes = Writes.of(graph, name)
+        peers = (
+            Peers(self._sharing, self.job.rollout.interrupt == "wait")
+            if shares_tokens(self.job.graph, self.job.plan)
+            else None
+        )
+        return Rollouts(name, engine, sampling, call.reads[0], self._assembler, texts, writes, mask_unfinished, peers)
+
+    @property
+    def _first(self) -> Rollouts | None:
+        """The rollouts that make the samples of groups, where this worker leads some."""
+        return self._rollouts.get(next(iter(self.job.graph.generates), ""))
 
     def _prompt(self, group: int) -> str:
         """The text of a group's prompt, where this worker generated it."""
-        key = self._rollouts.prompt_key if self._rollouts is not None else ""
-        held = self._resources.store.has(key, group)
-        return self._loading.decode(self._resources.store.get(key, group).tolist()) if held else ""
+        key, store = self._first.prompt_key if self._first is not None else "", self._resources.store
+        return self._loading.decode(store.get(key, group).tolist()) if store.has(key, group) else ""
 
     def queue(self, work: ModelCommand) -> None:
         """Hand over a command; the thread takes them in order."""
@@ -149,13 +178,16 @@ class Compute:
                 self._samples.write(groups)
             except OSError as error:
                 self._post(failure(self.worker, "samples", error))
-        n = self.job.graph.samples_per_group
-        gone = set(groups)
-        keys = self.job.graph.keys
+        self._forget(groups)
+        for rollouts in self._rollouts.values():
+            rollouts.over(groups)
+
+    def _forget(self, groups: Sequence[int]) -> None:
+        n, gone, keys = self.job.graph.samples_per_group, set(groups), self.job.graph.keys
         by_group = [name for name, key in keys.items() if key.type.level == "group"]
         by_sample = [name for name, key in keys.items() if key.type.level != "group"]
         self._resources.store.drop(by_group, gone)
-        self._resources.store.drop(by_sample, [group * n + index for group in gone for index in range(n)])
+        self._resources.store.drop(by_sample, [sample for group in gone for sample in sample_ids(group, n)])
 
     def rescue(self, command: Rescue) -> None:
         """Write this worker's share of the trained states. Raises OSError."""
@@ -168,14 +200,16 @@ class Compute:
     def close(self) -> bool:
         """End both threads and the functions' subprocesses. False where a thread is stuck in a call."""
         self._work.put(None)
+        self._sharing.close(CLOSE_SECONDS)
         if self._thread.is_alive():
             self._thread.join(CLOSE_SECONDS)
-        generating = [engine for engine in self.roles.rollouts.values() if not engine.close(CLOSE_SECONDS)]
+        ended = self.roles.close(CLOSE_SECONDS)
         if self._host is not None:
             self._host.close()
-        if self._samples is not None:
-            self._samples.close()
-        return not self._thread.is_alive() and not generating
+        for file in (self._samples, self._audit):
+            if file is not None:
+                file.close()
+        return not self._thread.is_alive() and ended
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
@@ -192,19 +226,21 @@ class Compute:
                 if reply is not None:
                     self._post(reply)
 
-    def _name(self, work: ModelCommand | Collect) -> str:
+    def _name(self, work: ModelCommand | Collect | Tell) -> str:
         match work:
-            case Collect():
-                return self._rollouts.name if self._rollouts is not None else ""
             case Execute(call=call) | Submit(call=call) | Reallocate(call=call) | EndSession(call=call):
+                return call
+            case Collect(call=call):
                 return call
             case _:
                 return type(work).__name__.lower()
 
     @contextmanager
     def _device(self, *, memory: bool) -> Iterator[None]:
-        """The device for one call: generation pauses. memory: also that of its caches, where the plan needs it."""
-        engines = self.roles.rollouts.values()
+        """The device for one call: what generates on it pauses. memory: also that of its caches, where the plan needs
+        it."""
+        apart = run_support(self.job.rollout.engine).own_devices
+        engines = () if apart else self.roles.rollouts.values()
         for engine in engines:
             engine.pause()
             if memory and self.job.gives_up_caches:
@@ -215,24 +251,44 @@ class Compute:
             for engine in engines:
                 engine.resume()
 
-    def _run(self, work: ModelCommand | Collect) -> Reply | None:
+    def _run(self, work: ModelCommand | Collect | Tell) -> Reply | None:
         match work:
-            case Collect():
-                return self._collect()
+            case Collect(call=call):
+                return self._collect(call)
             case Load(groups=groups):
                 return self._load(groups)
             case Submit():
                 return self._submit(work)
+            case Keep() | Forget() | Tell():
+                self._tell(work)
+                return None
             case Abort(groups=groups):
-                if self._rollouts is not None:
-                    self._rollouts.abort(groups)
+                for rollouts in self._rollouts.values():
+                    ended = rollouts.abort(groups)
+                    if rollouts is self._first:
+                        self._forget(ended)  # of which there is nothing but the prompt
                 return None
             case EndSession(call=call):
                 self.roles.release(call)
                 return None
+            case Evaluate(beside=True):
+                self._evaluation.begin(work)
+                return None
+            case Reallocate(call=call) if call in self.roles.rollouts and self.roles.updates_beside(call):
+                return self._counted(work)
             case _:
                 with self._device(memory=isinstance(work, Execute | Reallocate)):
                     return self._counted(work)
+
+    def _tell(self, work: Keep | Forget | Tell) -> None:
+        """Tokens that engines know of each other."""
+        match work:
+            case Forget(worker=worker):
+                self._resources.kept.forget(worker)
+            case Keep(groups=groups, keepers=keepers) if self._first is not None:
+                self._first.keep(dict(zip(groups, keepers, strict=True)))
+            case Tell() if self._first is not None:
+                self._first.share()
 
     def _counted(self, work: AloneCommand) -> Done:
         """Run a command that has the device, with the most bytes there were meanwhile where it is of a model."""
@@ -246,16 +302,25 @@ class Compute:
             return done
         return msgspec.structs.replace(done, metrics={**done.metrics, PEAK_BYTES: Max(float(peak))})
 
-    def _collect(self) -> Generated | None:
+    def _collect(self, call: str) -> Generated | None:
         """Groups that generation has finished; on workers that only follow a head, there is nothing but its failure."""
-        if self._rollouts is not None:
-            made = self._rollouts.collect(self.worker)
+        if call in self._rollouts:
+            made = self._rollouts[call].collect(self.worker)
+            if (judge := self._evaluation.take()) is not None:
+                threading.Thread(target=self._judge, args=(judge,), name="evaluation", daemon=True).start()
             if made is None or (peak := self._resources.memory.peak()) is None:
                 return made
             return msgspec.structs.replace(made, metrics={**made.metrics, PEAK_BYTES: Max(float(peak))})
-        for engine in self.roles.rollouts.values():
-            engine.take(0.0)
+        self.roles.rollouts[call].take(0.0)
         return None
+
+    def _judge(self, judge: Callable[[], Done]) -> None:
+        """Score the samples of an evaluation, in a thread of its own: functions may take long."""
+        try:
+            self._post(judge())
+        except Exception as error:
+            log.exception("the evaluation failed")
+            self._post(failure(self.worker, "evaluate", error))
 
     def _run_alone(self, work: AloneCommand) -> Done:
         match work:
@@ -268,7 +333,7 @@ class Compute:
                 return self._reallocate(work)
             case Save():
                 self.roles.end_prefetches()
-                return self._timed(work.task, "save", lambda: self.roles.save(self._resources.run_path(work.folder)))
+                return self._timed(work.task, "save", lambda: self._save(work.folder))
             case Evaluate():
                 self.roles.end_prefetches()
                 return self._evaluation.run(work)
@@ -279,30 +344,57 @@ class Compute:
         return Done(self.worker, task, call, metrics, started=began, ended=time.time())
 
     def _execute(self, work: Execute) -> Done:
-        done, call = self._calls.run(work), self.job.graph.calls[work.call]
-        if not isinstance(call, Train):
+        call, gaps = self.job.graph.calls[work.call], dict[str, Metric]()
+        role = call.model if isinstance(call, Train) else ""
+        done = self._calls.run(work, lambda: merge(gaps, self._settled(role)))
+        if not role:
             return done
-        gap = self._gate.after_training(call.model)
-        return msgspec.structs.replace(done, metrics={**done.metrics, **gap}, ended=time.time())
+        for gate in self._gates:
+            merge(gaps, gate.after_training(role))
+        return msgspec.structs.replace(done, metrics={**done.metrics, **gaps}, ended=time.time())
+
+    def _settled(self, role: str) -> dict[str, Metric]:
+        """Before the weights of `role` change: wait until no other worker reads them. Metrics of the gates that had
+        them still to look at, and the seconds that all of it took."""
+        gaps, began = dict[str, Metric](), time.monotonic()
+        self.roles.settle(role)
+        for gate in self._gates:
+            merge(gaps, gate.settle(role))
+        if gaps:
+            gaps[UPDATE_SECONDS] = Max(time.monotonic() - began)
+        return gaps
 
     def _reallocate(self, work: Reallocate) -> Done:
         began = time.time()
-        arrived = self.roles.reallocate(work.role, work.call, work.version, work.owners)
-        metrics = self._gate.after_reallocation(work.call, work.owners)
-        name, held = reallocation_node(work.call), self.roles.held_bytes(work.call)
-        ended = time.time()
+        arrived = self.roles.reallocate(work)
+        metrics: dict[str, Metric] = {}
+        for gate in self._gates:
+            metrics |= gate.after_reallocation(work)
+        name, held, ended = reallocation_node(work.call), self.roles.held_bytes(work.call), time.time()
         return Done(self.worker, work.task, name, metrics, started=began, ended=ended, arrived=arrived, held=held)
+
+    def _save(self, folder: str) -> dict[str, Metric]:
+        gaps: dict[str, Metric] = {}
+        for role in self.roles.trained:
+            merge(gaps, self._settled(role))
+        self.roles.save(self._resources.run_path(folder))
+        return gaps
 
     def _load(self, groups: Sequence[int]) -> Loaded:
         samples, skipped = self._loading.load_samples(groups, self._assembler)
         return Loaded(self.worker, tuple(g for g in groups if g not in skipped), samples, skipped)
 
     def _submit(self, work: Submit) -> Generated | None:
-        assert self._rollouts is not None
-        if self._rollouts.engine.version < work.version:
-            raise StaleWeightsError(repr(work.call), work.version, self._rollouts.engine.version)
-        prompts, skipped, asked = self._loading.load_prompts(work.groups, self._assembler, self._rollouts.prompt_key)
-        self._rollouts.submit(prompts, self.job.seed, asked)
-        if not skipped:
-            return None
-        return Generated(self.worker, self._rollouts.name, (), (), skipped=skipped)
+        rollouts = self._rollouts[work.call]
+        if rollouts.engine.version < work.version:
+            raise StaleWeightsError(repr(work.call), work.version, rollouts.engine.version)
+        if rollouts is self._first:
+            prompts, skipped, asked = self._loading.load_prompts(work.groups, self._assembler, rollouts.prompt_key)
+            rollouts.submit(prompts, self.job.seed, asked)
+        else:
+            written, skipped = self._later.prompts(work, rollouts)
+            rollouts.submit_samples(written, call_seed(self.job.seed, work.call))
+        if work.keepers:
+            rollouts.keep(dict(zip(work.groups, work.keepers, strict=True)))
+            self._work.put(Collect(work.call))  # all of a group may be there
+        return Generated(self.worker, work.call, (), (), skipped=skipped) if skipped else None

@@ -2,13 +2,14 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.keys import FINISHED, GENERATED, TEXT, is_prompt
 from realgraph.graphs.spec import Function
-from realgraph.runtime.engine import Completion
+from realgraph.runtime.engine import Completion, Request
 from realgraph.runtime.functions.functions import Unit, keywords_of
 from realgraph.runtime.functions.host import FunctionHost
 from realgraph.runtime.generate.rollouts import Rollouts, StaleWeightsError, sample_seed
@@ -16,6 +17,7 @@ from realgraph.runtime.job.job import EvalSpec, Job
 from realgraph.runtime.wire.protocol import Done, Evaluate, Mean
 from realgraph.runtime.worker.function_calls import FunctionFailed
 from realgraph.runtime.worker.loading import Loading, Prompt
+from realgraph.runtime.worker.resources import Resources
 
 EVALUATION_KEYS = (TEXT, FINISHED)  # generated keys that an evaluation has; inputs are the others
 
@@ -38,11 +40,13 @@ def check_eval(job: Job, spec: EvalSpec) -> Function:
         text = f"{spec.call!r} is no function call over samples, so it can't score held-out samples"
         raise ConfigError([Problem(Where(path="$.eval.call"), text, "name the reward function's call")])
     inputs = {key.name for key in job.graph.inputs}
+    own = {f"{job.graph.leading}.{key}" if job.graph.leading else key: key for key in GENERATED}
     for key in job.graph.reads[spec.call]:
-        if key not in EVALUATION_KEYS and key not in inputs:
-            what = "a generated key" if key in GENERATED else "the key of another call"
+        if own.get(key) not in EVALUATION_KEYS and key not in inputs:
+            what = "a generated key" if key in own else "the key of another call"
             text = f"{spec.call!r} reads {key!r}, {what} that an evaluation does not have"
-            hint = f"it may read {', '.join(EVALUATION_KEYS)} and inputs"
+            may = [key for key, plain in own.items() if plain in EVALUATION_KEYS]
+            hint = f"it may read {', '.join(may)} and inputs"
             problems.append(Problem(Where(path="$.eval.call"), text, hint))
     numbers = [k for k in job.graph.writes[spec.call] if job.graph.keys[k].type.dtype in ("float32", "float64", "bool")]
     if not numbers:
@@ -57,67 +61,116 @@ def check_eval(job: Job, spec: EvalSpec) -> Function:
     return call
 
 
+class _OpenEvaluation(NamedTuple):
+    """An evaluation whose samples are drawn."""
+
+    command: Evaluate
+    prompts: Sequence[Prompt]
+    started: float
+
+
 class Evaluation:
     """Evaluates this worker's share of the held-out rows with the engine that makes its rollouts."""
 
-    def __init__(self, job: Job, loading: Loading, rollouts: Rollouts | None, host: FunctionHost, worker: int) -> None:
-        self._job, self._loading, self._rollouts, self._host, self._worker = job, loading, rollouts, host, worker
+    def __init__(
+        self,
+        job: Job,
+        loading: Loading,
+        rollouts: Rollouts | None,
+        host: FunctionHost,
+        resources: Resources,
+    ) -> None:
+        self._job, self._loading, self._rollouts, self._host = job, loading, rollouts, host
+        self._resources, self._worker = resources, resources.worker
+        self._open: _OpenEvaluation | None = None
 
     def run(self, command: Evaluate) -> Done:
         """Samples, scores, and the sums of the metrics; groups that the engine is making wait meanwhile, and go on.
 
         Raises FunctionFailed where a sample can't be scored, StaleWeightsError for other weights than those asked for.
         """
-        started = time.time()
-        spec = self._job.eval
-        assert spec is not None and self._rollouts is not None
-        if self._rollouts.engine.version != command.version:
-            raise StaleWeightsError("the evaluation", command.version, self._rollouts.engine.version)
-        call = check_eval(self._job, spec)
-        prompts = self._loading.eval_prompts(command.rows)
-        completions = self._generate(self._rollouts, spec, prompts)
-        texts = {index: self._loading.decode(done.tokens) for index, done in completions.items()}
-        scores = self._score(call, spec, prompts, completions, texts)
+        begun = self._begun(command)
+        assert self._rollouts is not None
+        return self._judged(begun, self._rollouts.complete(self._requests(begun)))
+
+    def begin(self, command: Evaluate) -> None:
+        """Have the engine draw the samples beside the groups that it is making, or under the weights of a checkpoint.
+        Raises StaleWeightsError, OSError."""
+        assert self._rollouts is not None
+        if command.checkpoint:
+            role = self._job.graph.role(self._rollouts.name)
+            self._rollouts.engine.load(self._resources.run_path(command.checkpoint) / role)
+        self._open = self._begun(command)
+        self._rollouts.submit_beside(self._requests(self._open))
+
+    def take(self) -> Callable[[], Done] | None:
+        """The rest of the evaluation that `begin` has begun, once its samples are there: scores and metrics, from any
+        thread. It raises what `run` raises."""
+        done = self._rollouts.take_beside() if self._rollouts is not None and self._open is not None else []
+        if not done:
+            return None
+        begun, self._open = self._open, None
+        assert begun is not None
+        return partial(self._judged, begun, done)
+
+    def _begun(self, command: Evaluate) -> _OpenEvaluation:
+        started, rollouts = time.time(), self._rollouts
+        assert rollouts is not None
+        if rollouts.engine.version != command.version:
+            raise StaleWeightsError("the evaluation", command.version, rollouts.engine.version)
+        return _OpenEvaluation(command, self._loading.eval_prompts(command.rows), started)
+
+    def _requests(self, begun: _OpenEvaluation) -> list[Request]:
+        """One for each sample. ids: -1 - position, which is prompt x n + sample."""
+        spec, rollouts = self._job.eval, self._rollouts
+        assert spec is not None and rollouts is not None
+        sampling = rollouts.sampling.at(spec.n, spec.temperature)
+        return [
+            sampling.request(
+                -1 - position * spec.n - index,
+                prompt.tokens,
+                sample_seed(self._job.seed, -1 - prompt.row * spec.n - index),
+            )
+            for position, prompt in enumerate(begun.prompts)
+            for index in range(spec.n)
+        ]
+
+    def _judged(self, begun: _OpenEvaluation, done: Sequence[Completion]) -> Done:
+        """Score the samples. Raises StaleWeightsError where other weights than those asked for have drawn some."""
+        spec, command, prompts = self._job.eval, begun.command, begun.prompts
+        assert spec is not None
+        for other in {version for one in done for version in one.versions} - {command.version}:
+            raise StaleWeightsError("the evaluation", command.version, other)
+        completions = {-1 - one.id: one for one in done}
+        texts = {index: self._loading.decode(one.tokens) for index, one in completions.items()}
+        scores = self._score(begun, spec, completions, texts)
         return Done(
             worker=self._worker,
             task=command.task,
             call="evaluate",
             metrics=self._metrics(spec, len(prompts), scores, completions),
-            started=started,
+            started=begun.started,
             ended=time.time(),
             transcripts=self._transcripts(spec, prompts, texts, scores),
         )
 
-    def _generate(self, rollouts: Rollouts, spec: EvalSpec, prompts: Sequence[Prompt]) -> Mapping[int, Completion]:
-        """Completions by position: prompt x n + sample."""
-        sampling = rollouts.sampling.at(spec.n, spec.temperature)
-        requests = [
-            sampling.request(
-                position * spec.n + index,
-                prompt.tokens,
-                sample_seed(self._job.seed, -1 - prompt.row * spec.n - index),
-            )
-            for position, prompt in enumerate(prompts)
-            for index in range(spec.n)
-        ]
-        return {done.id: done for done in rollouts.complete(requests)}
-
     def _score(
-        self,
-        call: Function,
-        spec: EvalSpec,
-        prompts: Sequence[Prompt],
-        completions: Mapping[int, Completion],
-        texts: Mapping[int, str],
+        self, begun: _OpenEvaluation, spec: EvalSpec, completions: Mapping[int, Completion], texts: Mapping[int, str]
     ) -> dict[int, float]:
+        call, prompts = check_eval(self._job, spec), begun.prompts
         units, graph = [], self._job.graph
         for index in sorted(completions):
-            known: dict[str, Any] = {TEXT: texts[index], FINISHED: completions[index].finished}
+            made = {TEXT: texts[index], FINISHED: completions[index].finished}
+            known: dict[str, Any] = {f"{graph.leading}.{k}" if graph.leading else k: v for k, v in made.items()}
             known |= prompts[index // spec.n].values
             given = {key: known[key] for key in graph.reads[spec.call]}
             prompts_read = [key for key in given if is_prompt(graph.keys[key].type)]
             units.append(Unit((index,), keywords_of(call, given, prompts_read, self._loading.decode)))
-        results = self._host.run(spec.call, call, units)
+        size = (
+            1 if begun.command.beside else len(units)
+        )  # one after the other, so that functions of groups get their turns
+        parts = [units[start : start + size] for start in range(0, len(units), size)]
+        results = [result for part in parts for result in self._host.run(spec.call, call, part)]
         name = next(iter(self._job.graph.writes[spec.call]))
         scores: dict[int, float] = {}
         for unit, result in zip(units, results, strict=True):

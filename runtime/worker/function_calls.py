@@ -4,15 +4,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from realgraph.graphs.functions import KEEP
 from realgraph.graphs.keys import TEXT, TOKENS, is_prompt
 from realgraph.graphs.spec import Function
 from realgraph.runtime.functions.functions import Unit, UnitResult, keywords_of
 from realgraph.runtime.functions.host import FunctionHost
 from realgraph.runtime.job.job import Job
+from realgraph.runtime.job.sample_ids import group_of, place_of
 from realgraph.runtime.store.assemble import Assembler, Values, decode_value
 from realgraph.runtime.wire.protocol import Done, Execute, Mean
-
-KEEP = "keep"
 
 
 class FunctionFailed(Exception):
@@ -50,16 +50,16 @@ class FunctionCalls:
         for result in results:
             if result.error and call.on_error == "fail":
                 raise FunctionFailed(result)
-        kept, metrics = self._put(command.call, units, results)
-        n_failed = sum(bool(result.error) for result in results)
-        if n_failed:
+        left_out, metrics = self._put(command.call, units, results)
+        if call.on_error == "score":  # those without a failure count, too: it is a share of all units of the step
+            n_failed = sum(bool(result.error) for result in results)
             metrics["failed"] = Mean(float(n_failed), float(len(results)))
         return Done(
             worker=self._worker,
             task=command.task,
             call=command.call,
             metrics=metrics,
-            kept=kept,
+            left_out=left_out,
             started=started,
             ended=time.time(),
             arrived=self._assembler.arrived(command.sources, values),
@@ -72,13 +72,12 @@ class FunctionCalls:
         writes = self._graph.writes[command.call]
         if not every or command.step % every or not writes:
             return ()
-        n = self._graph.samples_per_group
         shown = []
         for unit, result in zip(units, results, strict=True):
-            sample, text = unit.samples[0], unit.kwargs.get(TEXT)
-            chosen = sample % n == 0 and (sample // n) % self._groups < self._outputs.transcripts
+            group, text = group_of(unit.samples[0]), unit.kwargs.get(TEXT)
+            chosen = place_of(unit.samples[0]) == 0 and group % self._groups < self._outputs.transcripts
             if chosen and isinstance(text, str) and isinstance(result.values.get(writes[0]), float):
-                shown.append(f"{self._texts.prompt(sample // n)}{text}  [{writes[0]} {result.values[writes[0]]:.3g}]")
+                shown.append(f"{self._texts.prompt(group)}{text}  [{writes[0]} {result.values[writes[0]]:.3g}]")
         return tuple(shown)
 
     def unit(self, name: str, samples: Sequence[int], values: Values) -> Unit:
@@ -93,18 +92,20 @@ class FunctionCalls:
             given[key] = rows[0] if single else rows
         prompts = [key for key in given if is_prompt(self._graph.keys[key].type)]
         lengths: tuple[int, ...] = ()
-        if TOKENS in values:
-            lengths = tuple(len(self._assembler.value(values, TOKENS, sample)) for sample in samples)
+        tokens = next((key for key in values if key.rpartition(".")[2] == TOKENS), None)
+        if tokens is not None:
+            lengths = tuple(len(self._assembler.value(values, tokens, sample)) for sample in samples)
         groups = tuple(self._assembler.group(sample) for sample in samples)
         return Unit(tuple(samples), keywords_of(call, given, prompts, self._texts.decode), groups, lengths)
 
     def _put(
         self, name: str, units: Sequence[Unit], results: Sequence[UnitResult]
-    ) -> tuple[dict[int, bool], dict[str, Mean]]:
-        """Store what the units gave; the groups' fate where the call filters; means of the numbers for the metrics."""
+    ) -> tuple[dict[int, tuple[int, ...]], dict[str, Mean]]:
+        """Store what the units gave; (samples that the call leaves out by group, means of the numbers for the
+        metrics)."""
         call = self._graph.calls[name]
         assert isinstance(call, Function)
-        kept: dict[int, bool] = {}
+        left_out: dict[int, tuple[int, ...]] = {}
         metrics: dict[str, Mean] = {}
         for key in self._graph.writes[name]:
             kind = self._graph.keys[key].type
@@ -113,10 +114,19 @@ class FunctionCalls:
                 column |= _by_id(unit, result.values[key], by_group=kind.level == "group", over=call.over)
             self._assembler.put_values(key, tuple(column), tuple(column.values()))
             if key == KEEP:
-                kept = {group: bool(value) for group, value in column.items()}
+                left_out = _left_out(units, column, by_group=kind.level == "group")
             if kind.level != "token" and kind.dtype in ("bool", "int32", "int64", "float32", "float64"):
                 metrics[key] = Mean(float(sum(column.values())), float(len(column)))
-        return kept, metrics
+        return left_out, metrics
+
+
+def _left_out(units: Sequence[Unit], keep: Mapping[int, Any], *, by_group: bool) -> dict[int, tuple[int, ...]]:
+    """Group -> the samples of it that are not kept. keep: by group or by sample id."""
+    found: dict[int, tuple[int, ...]] = {}
+    for sample, group in [pair for unit in units for pair in zip(unit.samples, unit.groups, strict=True)]:
+        if not keep[group if by_group else sample]:
+            found[group] = (*found.get(group, ()), sample)
+    return found
 
 
 def _by_id(unit: Unit, value: Any, *, by_group: bool, over: str) -> Mapping[int, Any]:

@@ -1,7 +1,7 @@
 """Inference, advantage and train calls of one worker: gather a share, run the engine, store what it wrote."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from realgraph.graphs.applied import applied_of
 from realgraph.graphs.infer import is_own
@@ -10,13 +10,16 @@ from realgraph.graphs.spec import Advantage, Inference, Train
 from realgraph.planner.plan.axes import coordinates_of, is_head, rank_workers
 from realgraph.runtime.algorithms import advantages
 from realgraph.runtime.batch import Packed
+from realgraph.runtime.engine import TrainOptions
 from realgraph.runtime.functions.functions import load_applied
 from realgraph.runtime.generate.rollouts import StaleWeightsError
+from realgraph.runtime.job.audit import Audit, AuditRecord
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.store.assemble import Assembler, Values
 from realgraph.runtime.store.shares import Share
 from realgraph.runtime.wire.protocol import ArrivedBytes, Done, Execute, Mean, Metric
 from realgraph.runtime.worker.roles import Roles
+from realgraph.runtime.worker.samples import Lines
 
 
 class TooLongForRole(Exception):
@@ -33,7 +36,8 @@ def _refuse_long(call: Inference, batch: Packed, positions: int) -> None:
 class ModelCalls:
     """Runs the calls that work on packed batches. Used by the compute thread alone."""
 
-    def __init__(self, job: Job, assembler: Assembler, roles: Roles, worker: int) -> None:
+    def __init__(self, job: Job, assembler: Assembler, roles: Roles, worker: int, audit: Lines | None) -> None:
+        """audit: the file that takes what each loss has used, if any."""
         self._graph, self._assembler, self._roles, self._worker = job.graph, assembler, roles, worker
         entries = applied_of(job.graph.calls)
         applied = {f"{entry.path}.fn": entry.fn for entry in entries if entry.kind == "step"}
@@ -41,9 +45,11 @@ class ModelCalls:
         self._allocations = job.plan.allocations
         self._trained = {call.model for call in job.graph.calls.values() if isinstance(call, Train)}
         self._arrived = ArrivedBytes()  # for the call in hand
+        self._audit = audit
 
-    def run(self, command: Execute) -> Done:
-        """Run one call on this worker's share; what it writes is in the store afterwards."""
+    def run(self, command: Execute, before_step: Callable[[], None]) -> Done:
+        """Run one call on this worker's share; what it writes is in the store afterwards. before_step: see
+        `TrainEngine.train`."""
         started = time.time()
         self._arrived = ArrivedBytes()
         call = self._graph.calls[command.call]
@@ -55,7 +61,7 @@ class ModelCalls:
             case Advantage():
                 metrics, state = self._advantage(call, command)
             case Train():
-                metrics = self._train(call, command)
+                metrics = self._train(call, command, before_step)
             case _:
                 raise AssertionError(f"{command.call!r} is not for an engine")
         return Done(
@@ -90,8 +96,7 @@ class ModelCalls:
         self._check_version(command)
         (samples,) = command.shares
         engine = self._roles.engines[command.call]
-        sequence = own_tokens(call.model) if is_own(call) else TOKENS
-        batch = self._assembler.packed(self._gather(command, samples), samples, sequence)
+        batch = self._packed(command.call, self._gather(command, samples), samples)
         if is_own(call):
             _refuse_long(call, batch, engine.max_positions)
         outputs = engine.inference(batch, call.output, call.temperature)
@@ -106,26 +111,46 @@ class ModelCalls:
 
     def _advantage(self, call: Advantage, command: Execute) -> tuple[dict[str, Mean], dict[str, float]]:
         (samples,) = command.shares
-        batch = self._assembler.packed(self._gather(command, samples), samples)
+        batch = self._packed(command.call, self._gather(command, samples), samples)
         outputs, state, metrics = advantages.compute(call, batch, dict(command.state), self._steps)
         for name in self._graph.writes[command.call]:
             self._assembler.put_packed(name, outputs[name], batch)
         return metrics, state
 
-    def _train(self, call: Train, command: Execute) -> Mapping[str, Metric]:
+    def _train(self, call: Train, command: Execute, before_step: Callable[[], None]) -> Mapping[str, Metric]:
         self._check_version(command)
         minibatches = self._minibatches(command)
         engine = self._roles.trained[call.model]
         self._roles.keep(call.model)
-        metrics = engine.train(call, minibatches, self._allocations[command.call].recompute)
+        recompute = self._allocations[command.call].recompute
+        used: Audit | None = None if self._audit is None else []
+        metrics = engine.train(call, minibatches, TrainOptions(recompute, used, before_step))
+        if self._audit is not None and used is not None:
+            self._write_audit(self._audit, command, used)
         self._roles.average(call.model)
         self._roles.weights_changed(engine)
         return metrics
+
+    def _write_audit(self, file: Lines, command: Execute, used: Audit) -> None:
+        if is_head(self._allocations[command.call].layout, self._worker):
+            place = command.call, command.step, command.version, self._worker
+            file.write(AuditRecord(*place, time.time(), tuple(used)))
 
     def _minibatches(self, command: Execute) -> list[Packed]:
         """This rank's share of each mini-batch, on the device."""
         values = self._gather(command, sorted({sample for share in command.shares for sample in share}))
         device = self._roles.engines[command.call].device
         for name in (TOKENS, MASK):
-            values.setdefault(name, {})  # a rank may have no sample at all
-        return [self._assembler.packed(values, share).to(device) for share in command.shares]
+            values.setdefault(self._own_name(command.call, name), {})  # a rank may have no sample at all
+        return [self._packed(command.call, values, share).to(device) for share in command.shares]
+
+    def _own_name(self, name: str, key: str) -> str:
+        """The full name of a key of the samples on which a call works."""
+        sampler = self._graph.samplers.get(name)
+        return f"{sampler}.{key}" if sampler else key
+
+    def _packed(self, name: str, values: Values, samples: Sequence[int]) -> Packed:
+        """The batch of a call, whose keys have their plain names."""
+        call = self._graph.calls[name]
+        sequence = own_tokens(call.model) if is_own(call) else self._own_name(name, TOKENS)
+        return self._assembler.packed(values, samples, sequence, self._graph.samplers.get(name, ""))

@@ -6,6 +6,8 @@ from pathlib import Path
 import msgspec
 import torch
 
+from realgraph.runtime.drawn.kept import KeptTokens
+from realgraph.runtime.drawn.sharing import GIVE_SECONDS
 from realgraph.runtime.files.client import FileClient
 from realgraph.runtime.files.paths import RemotePath, RunPath
 from realgraph.runtime.job.job import Job
@@ -14,6 +16,7 @@ from realgraph.runtime.parallel.rendezvous import open_rendezvous, reach_store
 from realgraph.runtime.processes.environment import set_for_library
 from realgraph.runtime.processes.host_id import host_id
 from realgraph.runtime.processes.launcher import WorkerBoot
+from realgraph.runtime.store.bundle import TransferError
 from realgraph.runtime.store.store import Store
 from realgraph.runtime.store.transfer import DataPlane
 from realgraph.runtime.wire.curve import is_local
@@ -83,7 +86,9 @@ class Resources:
             set_for_library("NCCL_SOCKET_IFNAME", f"={interface_of_address(boot.interface)}")  # it would take any
         self.memory = DeviceMemory(self.device)
         self.store = Store()
-        self.plane = DataPlane(boot.worker, self.store, boot.keys, boot.interface, f"{host_id()}/{boot.node}")
+        self.kept = KeptTokens()
+        place = f"{host_id()}/{boot.node}"
+        self.plane = DataPlane(boot.worker, self.store, boot.keys, boot.interface, place, self.kept.take)
         self.peer: Peer = msgspec.structs.replace(self.plane.peer, apart=bool(boot.files))
         self._files = FileClient(boot.files, boot.files_key, boot.keys) if boot.files else None
         self._hosts: tuple[str, ...] = ()
@@ -91,6 +96,14 @@ class Resources:
         self._collectives: Collectives | None = None
         self._rendezvous = open_rendezvous(boot.interface) if boot.worker == 0 else None
         self.collective_address = self._rendezvous.address if self._rendezvous is not None else ""
+
+    def deposit(self, worker: int, data: bytes) -> str:
+        """Have another worker take bytes. Returns why that has failed, '' where it has not."""
+        try:
+            self.plane.deposit(worker, data, GIVE_SECONDS)
+        except TransferError as error:
+            return str(error)
+        return ""
 
     def run_path(self, text: str) -> RunPath:
         """A path of the run directory, as the master names it."""

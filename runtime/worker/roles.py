@@ -8,56 +8,42 @@ brings or refreshes, and which is given up after use where its devices run other
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import NamedTuple
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
 
 from realgraph.graphs.applied import applied_of
-from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS
-from realgraph.graphs.spec import Generate, ModelRole, Train
-from realgraph.planner.inputs.model_spec import Head, ModelSpec, spec_from_config
+from realgraph.graphs.spec import Generate, Train
+from realgraph.planner.plan.axes import is_head
 from realgraph.planner.plan.layout import Layout
 from realgraph.planner.plan.residency import Copy, copies, dropped_copies
-from realgraph.planner.request.engine_support import TORCH_KIND
+from realgraph.planner.request.engine_support import SGLANG_KIND, TORCH_KIND
 from realgraph.runtime.engine import (
     RELEASED,
+    CacheUse,
     Decode,
-    LostPart,
     OwnWeights,
-    Parts,
     RolloutEngine,
     RolloutLimits,
     Snapshot,
     TrainEngine,
     TrainSettings,
     WeightSource,
-    WeightSpec,
 )
 from realgraph.runtime.files.paths import RunPath
 from realgraph.runtime.functions.functions import load_applied
 from realgraph.runtime.job.job import Job
-from realgraph.runtime.models.weights import read_config, resolve
-from realgraph.runtime.parallel.checksums import Checksums
-from realgraph.runtime.parallel.exchange import Reallocation, WorkerParts, layout_boxes, reallocation
 from realgraph.runtime.parallel.groups import Collectives, Ranks
-from realgraph.runtime.parallel.mapped import MappedRoute
-from realgraph.runtime.parallel.shares import Shares, shares
-from realgraph.runtime.wire.protocol import ArrivedBytes, HeldBytes
-from realgraph.runtime.worker.engines import ENGINES
+from realgraph.runtime.rollout.engine import SglangEngine
+from realgraph.runtime.train.errors import LostPart
+from realgraph.runtime.weights.movement import Between, Movement, role_path
+from realgraph.runtime.weights.served import ServedCall
+from realgraph.runtime.wire.protocol import ArrivedBytes, HeldBytes, Reallocate
+from realgraph.runtime.worker.engines import ENGINES, Replica, open_server
 
 MAX_LOGPROB_GAP = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}  # mean nats a sampled token
-
-
-def role_path(models: Mapping[str, ModelRole], role: str) -> str:
-    """The source of a role's first weights: its own path, or that of the role it starts as. Raises ConfigError."""
-    name: str | None = role
-    while name is not None:
-        path = models[name].path
-        if path is not None:
-            return path
-        name = models[name].init
-    text = f"the role {role!r} has no weights to start from"
-    raise ConfigError([Problem(Where(path=f"$.models.{role}.path"), text, "give it a path, or init: another role")])
 
 
 def logprob_limit(job: Job, role: str) -> float:
@@ -68,11 +54,11 @@ def logprob_limit(job: Job, role: str) -> float:
 class Roles:
     """Engines of this worker by call. Making it is collective: every worker makes its part in the same order.
 
-    notify: called, from any thread, whenever a rollout engine has something to take.
+    notify: called, from any thread, whenever the rollout engine of a call, which it gets, has something to take.
     """
 
     def __init__(
-        self, job: Job, worker: int, collectives: Collectives, decode: Decode, notify: Callable[[], None]
+        self, job: Job, worker: int, collectives: Collectives, decode: Decode, notify: Callable[[str], None]
     ) -> None:
         self._job, self._worker, self._collectives = job, worker, collectives
         self._kind, self._decode, self._notify = ENGINES[TORCH_KIND], decode, notify
@@ -89,33 +75,50 @@ class Roles:
         ] = []  # copies of the roles that a checkpoint holds
         self._kept: dict[str, Snapshot] = {}
         self._keeping = threading.Lock()
-        self._reallocations: dict[_Between, _Route] = {}
+        self._movement = Movement(job, worker, collectives, self.trained)
         # call -> its states, which come before it from host memory, and their bytes
         self._early: dict[str, tuple[ExitStack, int]] = {}
         role_copies = copies(job.graph, job.plan.allocations)
         self._trained_layouts = {copy.role: copy.layout for copy in role_copies if copy.trained}
         # call -> the calls that use its copy, which is given up after it
         self._dropped = dropped_copies(job.graph, job.plan.allocations, job.plan.staleness)
+        # generate calls on servers, of a role that is trained
+        self._served = {
+            name: ServedCall(job, name, self._trained_layouts[job.graph.role(name)], collectives, self._movement)
+            for name in job.graph.generates
+            if job.rollout.engine == SGLANG_KIND and job.graph.role(name) in self._trained_layouts
+        }
+        # generate calls that read the weights of a train engine, on whatever workers
+        self._reads_trained = {name for copy in role_copies if self._packed(copy) is not None for name in copy.calls}
         for copy in role_copies:
             if worker in copy.layout.mesh.devices:
                 self._open(copy)
                 if copy.calls[0] in self._dropped:
                     self.release(copy.calls[0])
 
+    def _packed(self, copy: Copy) -> list[str] | None:
+        """The calls that work on packed batches over this copy by a train engine; None where it takes none."""
+        packed = [name for name in copy.calls if not isinstance(self._job.graph.calls[name], Generate)]
+        return packed if packed or self._follows(copy.role) else None
+
+    def _follows(self, role: str) -> bool:
+        """True of a reference that moves towards a trained role."""
+        spec = self._job.graph.models[role]
+        return spec.ema_rate is not None and spec.init is not None
+
     def _open(self, copy: Copy) -> None:
         job, role = self._job, self._job.graph.models[copy.role]
-        packed = [name for name in copy.calls if not isinstance(job.graph.calls[name], Generate)]
-        averaged = role.ema_rate is not None and role.init is not None
-        engine = self._open_train(copy, packed) if packed or averaged else None
+        packed, averaged = self._packed(copy), self._follows(copy.role)
+        engine = self._open_train(copy, packed) if packed is not None else None
         for name in copy.calls:
             if isinstance(job.graph.calls[name], Generate):
                 self._open_rollout(name, copy, engine)
         changes = any(isinstance(call, Train) and call.model == copy.role for call in job.graph.calls.values())
         if engine is None:
             if changes:
-                self._changing += [(copy.role, self.rollouts[name]) for name in copy.calls]
+                self._changing += [(copy.role, self.rollouts[name]) for name in copy.calls if name in self.rollouts]
             return
-        self.engines |= dict.fromkeys(packed, engine)
+        self.engines |= dict.fromkeys(packed or (), engine)
         if averaged or changes:
             self._changing.append((copy.role, engine))
         if copy.trained:
@@ -135,22 +138,35 @@ class Roles:
 
     def _open_rollout(self, name: str, copy: Copy, beside: TrainEngine | None) -> None:
         """The engine of a generate call: over the weights of the engine beside it, where there is one."""
-        job = self._job
+        job, device, notify = self._job, self._collectives.member.device, partial(self._notify, name)
+        if job.rollout.engine == SGLANG_KIND:
+            assert beside is None, "a server shares its devices with no call"
+            if not is_head(copy.layout, self._worker):
+                return  # its server is that of its replica's head
+            replica = Replica(name, role_path(job.graph.models, copy.role), self._worker, device)
+            self.rollouts[name], self._led[name] = open_server(job, replica, self._decode, notify), True
+            return
         planned = job.plan.allocations[name]
         limits = RolloutLimits(
-            max_running=job.batch.max_running or planned.running or None,
+            max_running=job.rollout.max_running or planned.running or None,
             max_cache_tokens=planned.kv_cache_tokens,
         )
         weights: WeightSource
         if beside is not None:
             weights, self._in_place[name] = beside.shared_weights(), beside
         else:
-            device, away = self._collectives.member.device, planned.residency == "offloaded"
-            weights = OwnWeights(role_path(job.graph.models, copy.role), device, offloaded=away)
+            away, path = planned.residency == "offloaded", role_path(job.graph.models, copy.role)
+            weights = OwnWeights(path, device, offloaded=away, beside=self.updates_beside(name))
         role = job.graph.models[copy.role]
         ranks = self._collectives.of_layout(copy.layout)
-        self.rollouts[name] = self._kind.open_rollout(role, weights, limits, self._decode, self._notify, ranks)
+        self.rollouts[name] = self._kind.open_rollout(role, weights, limits, self._decode, notify, ranks)
         self._led[name] = ranks.heads
+
+    def updates_beside(self, call: str) -> bool:
+        """True where new weights come to the generate call `call` while it generates: to a copy of a stream's own, on
+        CPUs, where it does not give memory up to other calls."""
+        stream = self._job.plan.staleness > 0 and not self._job.gives_up_caches
+        return stream and self._collectives.member.device.type == "cpu" and call not in self._reads_trained
 
     def _settings(self, copy: Copy, packed: Sequence[str]) -> TrainSettings:
         job = self._job
@@ -160,18 +176,21 @@ class Roles:
             return TrainSettings(max_tokens_per_microbatch=tokens, offloaded=away)
         calls = {name: call for name, call in job.graph.calls.items() if isinstance(call, Train)}
         trains = [call for call in calls.values() if call.model == copy.role]
-        generator = next((call.model for call in job.graph.calls.values() if isinstance(call, Generate)), "")
+        own = {name: call for name, call in calls.items() if call.model == copy.role}
+        sampler = next((of for name in own if (of := job.graph.sampler(name)) in job.graph.generates), "")
+        generator = job.graph.role(sampler) if sampler else ""
         generator_trains = sum(call.model == generator for call in calls.values())
         # what frozen weights sampled, or came with the data, never gets too old
         ages = bool(generator_trains) and job.staleness > 0 and job.overdue == "mask"
-        samples = copy.role == generator and any(BEHAVIOUR_LOGPROBS in job.graph.reads[name] for name in copy.calls)
-        own = {name: call for name, call in calls.items() if call.model == copy.role}
+        reads = {job.graph.plain(name, key) for name in copy.calls for key in job.graph.reads[name]}
+        samples = copy.role == generator and BEHAVIOUR_LOGPROBS in reads
         applied = {f"{entry.path}.fn": entry.fn for entry in applied_of(own)}
         return TrainSettings(
             max_tokens_per_microbatch=tokens,
             optimizer=trains[0].optimizer,
             total_steps=job.steps * sum(call.minibatches * call.epochs for call in trains),
             max_logprob_gap=logprob_limit(job, copy.role) if samples else None,
+            mixed_caches=job.rollout.interrupt == "keep_kv",
             max_age=job.staleness if ages else None,
             trains=len(trains),
             generator_trains=max(1, generator_trains),
@@ -179,6 +198,11 @@ class Roles:
             offloaded=away,
             shared=not away and self._sends(copy.role),
         )
+
+    @property
+    def _cache(self) -> CacheUse:
+        """The caches of samples under way when new weights come."""
+        return "keep" if self._job.rollout.interrupt == "keep_kv" else "recompute"
 
     def _sends(self, role: str) -> bool:
         """The trained weights of `role` go to other copies, of which some may lie on other workers."""
@@ -232,6 +256,11 @@ class Roles:
         init = self._job.graph.models[name].init
         return init if name not in self.trained and init else name
 
+    @property
+    def device(self) -> torch.device:
+        """This worker's."""
+        return self._collectives.member.device
+
     def n_parameters(self) -> dict[str, int]:
         """Parameters of every role on this worker (of a shard: of the whole model)."""
         engines: Mapping[str, TrainEngine | RolloutEngine] = {**self.engines, **self.rollouts}
@@ -258,7 +287,7 @@ class Roles:
         """Generators that read the weights of `engine` drop what they cached under the old ones."""
         for name, rollout in self.rollouts.items():
             if self.reads_in_place(name, engine) and rollout.version != engine.version:
-                rollout.switch(engine.version)
+                rollout.switch(engine.version, self._cache)
 
     def release(self, call: str) -> None:
         """After a use of `call`: give up the caches of its generators, and the weights of a copy that is brought again
@@ -299,89 +328,56 @@ class Roles:
         for layout, reference in self._averaged.get(role, ()):
             rate = reference.role.ema_rate
             assert rate is not None
-            between = _Between(role, (self._trained_layouts[role], layout))
-            with self._moved(between, trained) as parts:
-                reference.average_weights(parts, rate, trained.version)
+            between = Between(role, (self._trained_layouts[role], layout))
+            with self._movement.moved(between, trained) as moved:
+                reference.average_weights(moved.parts, rate, trained.version)
             self.weights_changed(reference)
+
+    def settle(self, role: str) -> None:
+        """Before the weights of `role` change: wait until no other worker reads them. Raises CollectiveError with the
+        one that is gone or far behind."""
+        self._movement.settle(role)
 
     def held_bytes(self, call: str) -> HeldBytes | None:
         """Bytes of this worker's copy for `call`; None where it has none."""
         engine = self._in_place.get(call) or self.engines.get(call) or self.rollouts.get(call)
         return engine.held_bytes() if engine is not None else None
 
-    def reallocate(self, role: str, call: str, version: int, owners: tuple[int, ...]) -> ArrivedBytes:
-        """Copy the trained weights to this worker's copy for `call`. Owners and receivers all call it. Returns what has
+    def reallocate(self, work: Reallocate) -> ArrivedBytes:
+        """Copy the trained weights to this worker's copy for a call. Owners and receivers all call it. Returns what has
         come from other workers.
 
         Each receives what it lacks from those that hold it; beside its own parts nobody has more than a few buckets.
         """
+        role, call, version = work.role, work.call, work.version
         engine, rollout = self._in_place.get(call) or self.engines.get(call), self.rollouts.get(call)
-        owner = self.trained[role] if self._worker in owners else None
+        owner = self.trained[role] if self._worker in work.owners else None
+        if call in self._served:
+            assert rollout is None or isinstance(rollout, SglangEngine)
+            return self._served[call].update(work, owner, rollout)
         source = owner or engine or rollout
         assert source is not None, "neither an owner nor a receiver"
-        between = _Between(role, (self._trained_layouts[role], self._job.plan.allocations[call].layout))
-        before = self._reallocation(between, source.weight_specs()).mapped.arrivals.total
-        receives = self._worker in between.layouts[1].mesh.devices
-        with self._moved(between, source) as parts:
+        layout = self._job.plan.allocations[call].layout
+        some = None if set(work.receivers) == set(layout.mesh.devices) else frozenset(work.receivers)
+        between = Between(role, (self._trained_layouts[role], layout), some)
+        receives = self._worker in work.receivers
+        with self._movement.moved(between, source) as moved:
             if receives and engine is not None:
-                engine.load_weights(parts, version)
+                engine.load_weights(moved.parts, version)
             elif receives and rollout is not None:
-                rollout.prepare(parts)
+                rollout.prepare(moved.parts)
             else:
-                for _ in parts:
+                for _ in moved.parts:
                     pass  # only sends
-        if receives and rollout is not None:
-            rollout.switch(version)
-        after = self._reallocations[between].mapped.arrivals.total
-        return ArrivedBytes(after.near - before.near, after.far - before.far)
+            if receives and rollout is not None:
+                rollout.switch(version, self._cache)
+                if engine is None and moved.sums is not None:
+                    moved.sums.count(rollout.checksums())
+        return moved.arrived
 
-    @contextmanager
-    def _moved(self, between: "_Between", source: TrainEngine | RolloutEngine) -> Iterator[Parts]:
-        """The parts that come to this worker, while it sends those that others lack. Collective over both layouts.
-
-        source: the engine here that has the trained weights, else the one that they come to.
-        """
-        shapes = {spec.name: spec.shape for spec in source.weight_specs()}
-        moves, route, shown = self._reallocation(between, source.weight_specs())
-        owner = self.trained.get(between.role)
-        with owner.held_parts() if owner is not None else nullcontext({}) as held:
-            segment = owner.segment if owner is not None else None
-            place = WorkerParts(self._worker, source.device, held, moves.wants.get(self._worker, {}), segment)
-            if not self._job.runtime.verify_weights:
-                yield route.bring(place)
-                return
-            sums = Checksums(moves, place, shapes, shown)
-            yield sums.watch(route.bring(place))
-            sums.compare()
-
-    def _reallocation(self, between: "_Between", specs: Sequence[WeightSpec]) -> "_Route":
-        """A reallocation, its messages and shares alike on all workers; made once."""
-        if between not in self._reallocations:
-            shapes, (dtype,) = {spec.name: spec.shape for spec in specs}, {spec.dtype for spec in specs}
-            member, model = self._collectives.member, self._model_of(between.role)
-            moves = reallocation(shapes, dtype, between.layouts, member, model)
-            held = layout_boxes(shapes, between.layouts[0], model)
-            shown = shares(held, shapes) if self._job.runtime.verify_weights else {}
-            self._reallocations[between] = _Route(moves, MappedRoute(moves, self._worker, member.host), shown)
-        return self._reallocations[between]
-
-    def _model_of(self, role: str) -> tuple[ModelSpec, Head]:
-        """The shape of a role's model, which says how layouts cut it."""
-        config = read_config(resolve(role_path(self._job.graph.models, role)))
-        return spec_from_config(config, Where()), self._job.graph.models[role].head
-
-
-class _Between(NamedTuple):
-    """The two sides of a reallocation: the role whose trained weights go, and the layouts."""
-
-    role: str
-    layouts: tuple[Layout, Layout]
-
-
-class _Route(NamedTuple):
-    """A reallocation: what goes to whom, how it gets to this worker, and the boxes that each sender's checksums are
-    of."""
-
-    moves: Reallocation
-    mapped: MappedRoute
-    shown: Shares
+    def close(self, timeout: float) -> bool:
+        """End the rollout engines. False where one does not end in time."""
+        ended = [engine.close(timeout) for engine in self.rollouts.values()]
+        for served in self._served.values():
+            served.close()
+        return all(ended)

@@ -9,6 +9,7 @@ from realgraph.graphs.graph import Graph
 from realgraph.graphs.keys import MASK, TOKENS
 from realgraph.graphs.spec import Generate, Train
 from realgraph.runtime.files.paths import RemotePath, RunPath
+from realgraph.runtime.job.sample_ids import place_of, sample_ids
 from realgraph.runtime.master.records import JsonLines
 from realgraph.runtime.store.assemble import decode_value
 from realgraph.runtime.store.store import Store
@@ -28,7 +29,10 @@ class RemoteLines:
         """Nothing is held open."""
 
 
-def open_lines(path: RunPath) -> JsonLines | RemoteLines:
+Lines = JsonLines | RemoteLines
+
+
+def open_lines(path: RunPath) -> Lines:
     """A file of lines that grows, here or on the host of the run."""
     return JsonLines(path) if isinstance(path, Path) else RemoteLines(path)
 
@@ -36,26 +40,24 @@ def open_lines(path: RunPath) -> JsonLines | RemoteLines:
 class SamplesFile:
     """Writes groups as this worker's store holds them, just before they are forgotten.
 
-    A line has `group` and `sample` (their numbers in the run: a resumed run writes what it repeats again), the prompt
-    and the other values of the data row, the text, whether it ended by itself, the numbers of prompt and new tokens,
-    and what functions wrote. Values per token stay out.
+    A line has `group` (its number in the run: a resumed run writes what it repeats again), `sample` (its place in the
+    group, from 0), the prompt and the other values of the data row, the text, whether it ended by itself, the numbers
+    of prompt and new tokens, and what functions wrote. Values per token stay out.
     """
 
-    def __init__(
-        self, graph: Graph, store: Store, decode: Callable[[Sequence[int]], str], file: "JsonLines | RemoteLines"
-    ) -> None:
+    def __init__(self, graph: Graph, store: Store, decode: Callable[[Sequence[int]], str], file: Lines) -> None:
         self._graph, self._store, self._decode, self._file = graph, store, decode, file
 
     def write(self, groups: Sequence[int]) -> None:
         """Append the samples of `groups`, in order. Raises OSError."""
         n = self._graph.samples_per_group
         for group in sorted(groups):
-            for sample in range(group * n, (group + 1) * n):
-                if self._store.has(TOKENS, sample):
+            for sample in sample_ids(group, n):
+                if self._store.has(self._own(TOKENS), sample):
                     self._file.write(self._line(group, sample))
 
     def _line(self, group: int, sample: int) -> dict[str, object]:
-        line: dict[str, object] = {"group": group, "sample": sample}
+        line: dict[str, object] = {"group": group, "sample": place_of(sample)}
         for name, key in self._graph.keys.items():
             id = group if key.type.level == "group" else sample
             sequence = key.type.level == "sample" and key.type.dtype == "tokens"  # prompt and text say it better
@@ -63,9 +65,13 @@ class SamplesFile:
                 continue
             value = decode_value(self._store.get(name, id), key.type)
             line[name] = self._decode(value) if isinstance(value, list) and key.type.dtype == "tokens" else value
-        mask = self._store.get(MASK, sample)
+        mask = self._store.get(self._own(MASK), sample)
         new = int(mask.sum())
         return {**line, "prompt_tokens": len(mask) - new, "new_tokens": new}
+
+    def _own(self, key: str) -> str:
+        """The full name of a key of the samples of groups."""
+        return f"{self._graph.leading}.{key}" if self._graph.leading else key
 
     def close(self) -> None:
         self._file.close()

@@ -2,12 +2,15 @@
 
 A train call sees it for nothing in the samples of its own version (`TrainEngine`). Where there may be none, since
 generation runs ahead of training or the loss reads no behaviour log-probabilities, the generator draws a few tokens
-under the weights that it has just got, and the trainer, which stands at the same version, recomputes them.
+under the weights that it has just got, and the trainer, which stands at the same version, recomputes them. Where new
+weights come to a stream while it generates, the trainer does so before its next optimizer step or checkpoint, and waits
+no earlier.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,14 +20,21 @@ from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS, ROUTES
 from realgraph.graphs.spec import Generate, Train
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.data.stops import Stops
-from realgraph.runtime.engine import TrainEngine, check_gap
+from realgraph.runtime.engine import TrainEngine
 from realgraph.runtime.generate.rollouts import Rollouts, sample_seed
+from realgraph.runtime.job.engine_loss import expendable_workers
 from realgraph.runtime.job.job import Job
+from realgraph.runtime.logprob_gap import check_gap
+from realgraph.runtime.parallel.exchange import naming
 from realgraph.runtime.parallel.groups import Ranks
-from realgraph.runtime.wire.protocol import Mean, Metric
+from realgraph.runtime.parallel.rendezvous import CollectiveError
+from realgraph.runtime.wire.protocol import Mean, Metric, Reallocate
 from realgraph.runtime.worker.roles import Roles, logprob_limit
 
 PROBE_SAMPLES, PROBE_NEW_TOKENS, PROBE_PROMPT_TOKENS = 4, 8, 256  # of a probe, at most: far below what any batch has
+
+
+PROBE_TAG = 1  # of messages with probes, plus the call's place: others between the same workers may overtake them
 
 
 @dataclass(frozen=True)
@@ -68,18 +78,33 @@ def shared(probes: Sequence[GateProbe], ranks: Ranks) -> list[GateProbe]:
     return [probe for row, count in rows for probe in unpacked(row[:count])]
 
 
-class UpdateGate:
-    """The gate of one worker. Every worker of a reallocation calls it alike, after it."""
+class _Awaited(NamedTuple):
+    """Probes that a trainer has yet to look at: its own, and workers that send it theirs."""
 
-    def __init__(self, job: Job, roles: Roles, rollouts: Rollouts | None, worker: int) -> None:
-        self._job, self._roles, self._rollouts, self._worker = job, roles, rollouts, worker
-        calls = {name: call for name, call in job.graph.calls.items() if isinstance(call, Generate)}
-        self._call, generate = next(iter(calls.items()), ("", None))
-        self._role = generate.model if generate is not None else ""
-        self._temperature = generate.temperature or 1.0 if generate is not None else 1.0
-        trains = [n for n, call in job.graph.calls.items() if isinstance(call, Train) and call.model == self._role]
-        seen = any(BEHAVIOUR_LOGPROBS in job.graph.reads[name] for name in trains)
+    probes: list[GateProbe]
+    senders: tuple[int, ...]
+
+
+class UpdateGate:
+    """The gate of one worker for one generate call. Every worker of a reallocation calls it alike, after it."""
+
+    def __init__(self, job: Job, roles: Roles, rollouts: Mapping[str, Rollouts], worker: int, call: str) -> None:
+        self._job, self._roles, self._rollouts, self._worker = job, roles, rollouts.get(call), worker
+        generate = job.graph.calls[call]
+        assert isinstance(generate, Generate)
+        self._call, self._role = call, generate.model
+        self._temperature = generate.temperature or 1.0
+        graph = job.graph
+        trains = [n for n, call in graph.calls.items() if isinstance(call, Train) and call.model == self._role]
+        # the first call of a step alone has samples of its version
+        first = [n for n in trains[:1] if graph.sampler(n) == self._call]
+        reads = {graph.plain(n, key) for n in first for key in graph.reads[n]}
+        seen = BEHAVIOUR_LOGPROBS in reads
         self._needed = bool(trains) and (job.plan.staleness > 0 or not seen)
+        self._tag = PROBE_TAG + graph.generates.index(self._call)
+        self._awaited: _Awaited | None = None
+        self._expendable = expendable_workers(job.graph, job.plan)
+        self._sent: list[tuple[Tensor, dist.Work | None]] = []  # probes, which live until they have arrived
 
     def after_training(self, role: str) -> dict[str, Metric]:
         """Metrics of the gate where the generator reads the trained weights in place. Raises LogprobGap."""
@@ -89,24 +114,37 @@ class UpdateGate:
         probe = self._draw()
         return self._compare(engine, [probe] if probe is not None else [])
 
-    def after_reallocation(self, call: str, owners: tuple[int, ...]) -> dict[str, Metric]:
-        """Owners of the trained weights compare their own probes; the first also those of workers that own no part.
+    def after_reallocation(self, work: Reallocate) -> dict[str, Metric]:
+        """Owners of the trained weights compare their own probes; the first also those of workers that own no part. For
+        a stream that goes on meanwhile `settle` does so later.
 
         Collective where the weights are sharded. Raises LogprobGap.
         """
+        call, owners, receivers = work.call, work.owners, work.receivers
         if not self._needed or call != self._call:
             return {}
-        receivers = self._job.plan.allocations[call].layout.mesh.devices
         probe = self._draw() if self._worker in receivers else None
+        later = self._roles.updates_beside(call)
         if self._worker not in owners:
             self._send(probe, owners[0])
+            if not later:
+                self._arrive()
             return {}
-        engine = self._roles.trained[self._role]
-        probes = [] if probe is None else [probe]
-        if self._worker == owners[0]:
-            others = (worker for worker in receivers if worker not in owners)
-            probes += [one for worker in others for one in self._receive(engine.device, worker)]
-        return self._compare(engine, probes)
+        others = tuple(worker for worker in receivers if worker not in owners and self._worker == owners[0])
+        before = self._awaited or _Awaited([], ())  # of other engines, under the same weights
+        probes = [*before.probes, *([] if probe is None else [probe])]
+        self._awaited = _Awaited(probes, before.senders + others)
+        return {} if later else self.settle(self._role)
+
+    def settle(self, role: str) -> dict[str, Metric]:
+        """Before the weights of `role` change or are saved: compare what has been drawn under them. Raises LogprobGap,
+        CollectiveError with the worker whose probe does not come. Collective like `after_reallocation`."""
+        awaited = self._awaited
+        if awaited is None or role != self._role:
+            return {}
+        self._awaited, engine = None, self._roles.trained[role]
+        others = [one for worker in awaited.senders for one in self._receive(engine.device, worker)]
+        return self._compare(engine, awaited.probes + others)
 
     def _draw(self) -> GateProbe | None:
         """By the generator, for the newest prompt that it was given; None before the first, and on workers that only
@@ -139,19 +177,32 @@ class UpdateGate:
         )
 
     def _send(self, probe: GateProbe | None, owner: int) -> None:
-        device = self._roles.rollouts[self._call].device
+        self._arrive()
+        device = self._roles.device
         flat = torch.zeros(0, dtype=torch.float64) if probe is None else probe.packed()
-        dist.send(torch.tensor([len(flat)], device=device), owner)
-        if probe is not None:
-            dist.send(flat.to(device), owner)
+        parts = [torch.tensor([len(flat)], device=device), *([flat.to(device)] if probe is not None else [])]
+        with naming(owner):
+            self._sent = [(part, dist.isend(part, owner, tag=self._tag)) for part in parts]
 
-    @staticmethod
-    def _receive(device: torch.device, worker: int) -> list[GateProbe]:
+    def _arrive(self) -> None:
+        """Wait until what was sent has arrived."""
+        for _, work in self._sent:
+            assert work is not None, "the default group has all workers"
+            work.wait()
+        self._sent = []
+
+    def _receive(self, device: torch.device, worker: int) -> list[GateProbe]:
         size = torch.zeros(1, dtype=torch.int64, device=device)
-        dist.recv(size, worker)
-        flat = torch.zeros(int(size), dtype=torch.float64, device=device)
-        if len(flat):
-            dist.recv(flat, worker)
+        try:
+            with naming(worker):
+                dist.recv(size, worker, tag=self._tag)
+                flat = torch.zeros(int(size), dtype=torch.float64, device=device)
+                if len(flat):
+                    dist.recv(flat, worker, tag=self._tag)
+        except CollectiveError:
+            if worker not in self._expendable:
+                raise
+            return []  # it is gone, and the run goes on without it
         return unpacked(flat)
 
     def _compare(self, engine: TrainEngine, probes: list[GateProbe]) -> dict[str, Metric]:

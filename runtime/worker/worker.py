@@ -29,8 +29,10 @@ from realgraph.runtime.wire.protocol import (
     EndSession,
     Evaluate,
     Execute,
+    Forget,
     Heartbeat,
     Hello,
+    Keep,
     Load,
     Reallocate,
     Reply,
@@ -145,6 +147,8 @@ class Worker:
             case Execute(call=call) if isinstance(self._ready.job.graph.calls[call], Function):
                 self._spawn(self._run_function(command))
             case Load() | Submit() | Execute() | Reallocate() | Save() | Evaluate() | Abort() | EndSession():
+                self._ready.queue(command)
+            case Keep() | Forget():
                 self._ready.queue(command)
             case Drop(groups=groups):
                 self._ready.drop(groups)

@@ -46,4 +46,4 @@ def drawn(random: Random) -> Case:
         losses += ["pairs", "scores"]
     if model in ("qwen3_moe", "mixtral") and layout.dp == layout.pp == 1:  # else not of the same micro-batches
         losses += ["balanced"]
-    return Case(model, random.choice(losses), "float64", layout, random.choice(RECOMPUTE))
+    return Case(model, random.choice(losses), "float64", layout, random.choice(RECOMPUTE), epochs=2)

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.planner.plan.layout import DeviceMesh, Layout
-from realgraph.runtime.engine import LostPart
 from realgraph.runtime.models.train_state import STATE
 from realgraph.runtime.parallel.groups import LayoutRanks
+from realgraph.runtime.train.errors import LostPart
 from tests.equivalence.layouts import LAYOUTS
 from tests.equivalence.training import Case, call_of, minibatches, open_case, ranks_of, share
 from tests.ranks import RankProcesses
@@ -22,7 +22,7 @@ ALONE = Layout(DeviceMesh(0, 1))
 
 
 def save(ranks: LayoutRanks, case: Case, models: Path, target: Path, source: Path | None = None) -> tuple[int, int]:
-    """One worker's part: save after four optimizer steps, or what was loaded. Returns version and optimizer steps."""
+    """One worker's part: save after two optimizer steps, or what was loaded. Returns version and optimizer steps."""
     here = ranks_of(case, ranks)
     if here is None:
         return (0, 0)
@@ -73,11 +73,11 @@ def test_every_layout_reads_and_writes_the_files_of_one_process(
     for worker, found in enumerate(
         four.run(save, replace(case, layout=LAYOUTS[read]), models, tmp_path / "read", tmp_path / "written")
     ):
-        assert found == ((1, 4) if worker in LAYOUTS[read].mesh.devices else (0, 0))
+        assert found == ((1, 2) if worker in LAYOUTS[read].mesh.devices else (0, 0))
     assert files(tmp_path / "read") == expected
 
     one = LayoutRanks.alone(torch.device("cpu"))
-    assert save(one, replace(case, layout=ALONE), models, tmp_path / "one", tmp_path / "written") == (1, 4)
+    assert save(one, replace(case, layout=ALONE), models, tmp_path / "one", tmp_path / "written") == (1, 2)
     assert files(tmp_path / "one") == expected
 
 

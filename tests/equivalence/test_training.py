@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from realgraph.runtime.engine import NumericsError
+from realgraph.runtime.cpu.train import lean_trains
 from realgraph.runtime.parallel.groups import LayoutRanks
+from realgraph.runtime.train.errors import NumericsError
 from tests import tiny
 from tests.equivalence.comparing import alone, check, compare
 from tests.equivalence.drawn import RANKS, drawn, every_layout
@@ -126,7 +127,7 @@ ROUNDED = [
     ("qwen3", "rl", "pp2"),
     ("llama deep", "value", "dp2 pp2 twice"),
 ]
-DRAWN = 40  # cases; thousands are benchmarks/equivalence.py
+DRAWN = 24  # cases, of two epochs; thousands are benchmarks/equivalence.py
 
 
 def test_each_model_has_eight_layouts_and_thirty_layouts_have_two_models() -> None:
@@ -173,7 +174,7 @@ def test_eight_workers_train_as_one_process(eight: RankProcesses, models: Path) 
 def train_by_walk(ranks: LayoutRanks, case: Case, models: Path) -> Any:
     """`train`, with the walk of float32 models on a CPU through layers, whatever their dtype."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("realgraph.runtime.cpu.train.lean_applies", lambda _: True)
+        patch.setattr("realgraph.runtime.cpu.train.lean_applies", lambda *_: True)
         return train(ranks, case, models)
 
 
@@ -186,13 +187,28 @@ def train_by_walk(ranks: LayoutRanks, case: Case, models: Path) -> Any:
         ("full", "mistral", "pairs", "cp2 tp2"),
         ("none", "qwen3 deep", "rl", "tp2 pp2 twice"),
         ("full", "qwen3 deep", "rl", "tp2 pp2 twice"),
+        ("none", "qwen3", "rl", "fsdp2"),
+        ("full", "mistral", "value", "fsdp2 tp2"),
+        ("full", "llama deep", "rl", "fsdp2 pp2 twice"),
     ],
 )
-def test_the_walk_of_cpus_under_tensor_parallelism_equals_one_process(
+def test_the_walk_of_cpus_under_any_layout_equals_one_process(
     four: RankProcesses, models: Path, recompute: Any, model: str, loss: str, layout: str
 ) -> None:
     case = Case(model, loss, "float64", LAYOUTS[layout], recompute)
     check(case, four.run(train_by_walk, case, models), alone(case, models), 1e-10)
+
+
+def walks(ranks: LayoutRanks, models: Path, dtypes: list[str]) -> list[bool] | None:
+    """If models of each dtype, in parts by FSDP, take the walk of CPUs."""
+    cases = [Case("qwen3", "sft", dtype, LAYOUTS["fsdp2"]) for dtype in dtypes]
+    here = ranks_of(cases[0], ranks)
+    return None if here is None else [lean_trains(open_case(case, models, here).model.network) for case in cases]
+
+
+def test_sharded_models_that_compute_in_float32_take_the_walk_of_cpus(four: RankProcesses, models: Path) -> None:
+    found = four.run(walks, models, ["float32", "bfloat16"])  # of both dtypes the shards are float32
+    assert found == [[True, False], [True, False], None, None]
 
 
 @pytest.mark.parametrize(("model", "loss", "layout"), ROUNDED)

@@ -28,7 +28,7 @@ from realgraph.graphs.maths import (
 from realgraph.graphs.spec import ModelRole, Optimizer, Train
 from realgraph.planner.plan.layout import DeviceMesh, Layout, Recompute
 from realgraph.runtime.batch import Packed
-from realgraph.runtime.engine import TrainSettings
+from realgraph.runtime.engine import TrainOptions, TrainSettings
 from realgraph.runtime.models.weights import whole
 from realgraph.runtime.parallel.exchange import WeightPart
 from realgraph.runtime.parallel.experts.routing import record_of, route_dtype
@@ -81,7 +81,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One training. loss: of `LOSSES`."""
+    """One training. loss: of `LOSSES`. epochs: over two mini-batches."""
 
     model: str
     loss: str = "rl"
@@ -89,6 +89,7 @@ class Case:
     layout: Layout = field(default_factory=lambda: Layout(DeviceMesh(0, 1)))
     recompute: Recompute = "none"
     lr: float = 1e-3
+    epochs: int = 1
 
     @property
     def alone(self) -> "Case":
@@ -119,12 +120,12 @@ def save_models(folder: Path) -> Path:
 
 
 def minibatches(dtype: str, seed: int) -> list[Packed]:
-    """Two epochs of two ragged mini-batches; samples 0 and 1 of the second have an empty mask."""
+    """Two ragged mini-batches; samples 0 and 1 of the second have an empty mask."""
     first, second = (tiny.batch(tiny.lengths(6, 24, seed + i), seed + i, dtype=getattr(torch, dtype)) for i in range(2))
     mask = second.mask.clone()
     mask[: sum(second.lengths[:2])] = False
     second = replace(second, mask=mask, samples=tuple(range(6, 12)))
-    return [first, second] * 2
+    return [first, second]
 
 
 def routed(batch: Packed, engine: TorchTrainEngine) -> Packed:
@@ -222,7 +223,7 @@ def call_of(case: Case) -> Train:
         lr=case.lr,
         optimizer=OPTIMIZER,
         minibatches=2,
-        epochs=2,
+        epochs=case.epochs,
         temperature=0.8 if case.loss == "rl" else 1.0,
     )
 
@@ -235,17 +236,17 @@ def ranks_of(case: Case, ranks: LayoutRanks) -> LayoutRanks | None:
 
 
 def train(ranks: LayoutRanks, case: Case, models: Path) -> Training | None:
-    """One worker's training: four optimizer steps. None on a worker that the layout leaves out."""
+    """One worker's training: two optimizer steps an epoch. None on a worker that the layout leaves out."""
     here = ranks_of(case, ranks)
     if here is None:
         return None
     engine = open_case(case, models, here)
     seen = engine.watch()
-    made = minibatches(case.dtype, 0)
+    made = minibatches(case.dtype, 0) * case.epochs
     batches = share([routed(batch, engine) for batch in made] if case.loss == "replayed" else made, here)
     output: Any = OUTPUTS.get(case.loss, "logprobs")
     seen.before = numpy({str(i): engine.inference(batch, output, 0.8) for i, batch in enumerate(batches[:2])})
-    seen.steps.append(engine.train(call_of(case), batches, case.recompute))
+    seen.steps.append(engine.train(call_of(case), batches, TrainOptions(case.recompute)))
     seen.weights = copied(engine.contents.weights)
     for kind, held in engine.contents.states.items():
         seen.moments |= copied({f"{kind}.{name}": part for name, part in held.items()})

@@ -79,7 +79,7 @@ def test_two_hosts_are_described_and_measured(three: Network, tmp_path: Path) ->
     assert all(abs(host["clock_ahead_seconds"]) < 0.5 for host in report["hosts"]), "they have one clock"
     (pair,) = report["pairs"]
     assert (pair["first"], pair["second"], pair["backend"], pair["error"]) == ("h0", "h1", "gloo", "")
-    assert min(pair["there_bytes_per_s"], pair["back_bytes_per_s"]) > 0.13e9
+    assert min(pair["there_bytes_per_s"], pair["back_bytes_per_s"]) > 0.05e9
     assert 0 < pair["latency_seconds"] < 0.05
 
 

@@ -188,4 +188,5 @@ def test_samples_of_a_run_without_training_come_to_the_host_of_the_run(two: Netw
     files = sorted((own / "run/samples").iterdir())
     assert [path.name for path in files] == [f"worker-{i}.jsonl" for i in range(4)]
     lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
-    assert sorted(line["sample"] for line in lines) == list(range(3 * 8 * 2))
+    samples = [(group, place) for group in range(3 * 8) for place in range(2)]
+    assert sorted((line["group"], line["sample"]) for line in lines) == samples

@@ -26,7 +26,7 @@ def inference_seconds(setting: Setting, work: TrainWork) -> float:
     head = costs.head.at(tokens, context)
     one = MicroBatch(layer, 0.0, head, hand_over_seconds(setting, tokens))
     passes = forward_pipeline_seconds(one, stages_of(model, setting.role.head, layout), count)
-    passes *= spread(setting, work, per_device * layout.cp)
+    passes = passes * spread(setting, work, per_device * layout.cp) + count * setting.costs.microbatch_seconds
     if layout.sharding == "fsdp":
         engine = setting.engine
         passes += exposed_seconds(count * state_costs(setting).gather, passes, engine.dp_overlap, engine.exposed)

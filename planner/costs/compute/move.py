@@ -5,16 +5,20 @@ what it does not hold; a node needs each byte once through its network cards, al
 over its own links. Which slices lie where is `slices.py`'s business. Bytes per device, seconds.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from realgraph.planner.costs.compute.slices import Cuts, Runs, Weights, common_bytes, cuts_of, held_bytes
+from realgraph.planner.costs.engine_overheads import EngineOverheads
 from realgraph.planner.costs.overhead import collective_seconds, link_share
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.devices import EfficiencyFactors, device_kind
+from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.plan.plan import TRANSPORTS, Transport
 from realgraph.planner.plan.problem import Bools, Floats, Ints
@@ -50,11 +54,17 @@ class Copies(Struct, frozen=True, eq=False):
     host: float  # the same to its node's memory
     fixed: float  # seconds of any move
     cpu: bool = False  # devices are processes, whose memory is the node's
+    takes_whole: bool = False  # every device that gets weights gets the whole model's
 
     @property
     def whole(self) -> float:
         """Bytes of the model."""
         return self.weights.dense + self.weights.routed
+
+    @property
+    def taken(self) -> Floats:
+        """[cuts]: bytes that a device takes in which has none of its part."""
+        return np.full_like(self.device_bytes, self.whole) if self.takes_whole else self.device_bytes
 
     @property
     def runs(self) -> Runs:
@@ -96,6 +106,24 @@ def copies_of(
         fixed=_agreed_seconds(setting) + setting.model.layers * LAYER_SECONDS,
         cpu=cluster.is_cpu,
     )
+
+
+def received(copies: Copies, model: ModelSpec, overheads: EngineOverheads) -> Copies:
+    """The copies as an engine with such overheads takes them in."""
+    most = overheads.sync_bytes_per_s or math.inf
+    return replace(
+        copies,
+        link=min(copies.link, most),
+        read=min(copies.read, most),
+        host=min(copies.host, most),
+        fixed=copies.fixed + overheads.sync_seconds + weight_tensors(model) * overheads.sync_tensor_seconds,
+        takes_whole=overheads.sync_whole,
+    )
+
+
+def weight_tensors(model: ModelSpec) -> int:
+    """Number of weight tensors as checkpoints name them: about nine a layer, and three an expert."""
+    return 9 * model.layers + 3 * model.expert_layers * model.experts + 3
 
 
 def _agreed_seconds(setting: Setting) -> float:
@@ -174,7 +202,9 @@ def _lacking(source: Copies, target: Copies) -> tuple[Floats, Floats]:
     missing = _without(np.where(equal, 0.0, target.node_bytes - near), least)[options]
     network = np.maximum(missing / target.per_node, missing / source.mesh.n_devices) / min(source.nic, target.nic)
     lacks = _without(np.where(equal, 0.0, target.device_bytes - far), least)[options]
-    return np.where(source.away[:, None], target.device_bytes[target.cut], lacks), network
+    if target.takes_whole:
+        lacks = np.where(lacks > 0, target.whole, 0.0)
+    return np.where(source.away[:, None], target.taken[target.cut], lacks), network
 
 
 def _without(nbytes: Floats, least: float) -> Floats:
@@ -189,7 +219,7 @@ def _equal(source: Cuts, target: Cuts) -> Bools:
 
 def reallocation_seconds(there: Copies, far: bool) -> Floats:
     """[options]: trained weights to each copy from devices elsewhere. far: from other nodes."""
-    held = there.device_bytes
+    held = there.taken
     seconds = held / (min(there.link, there.read) if there.cpu else there.link)
     if far:
         seconds = np.maximum(seconds, there.node_bytes / there.per_node / there.nic)

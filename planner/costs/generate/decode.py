@@ -60,8 +60,8 @@ class DecodeStep(Struct, frozen=True, eq=False):
         """Seconds of a step of `running` sequences, each `context` tokens long.
 
         A pipeline has as many groups of sequences on their way as stages, one in each: a step of all of them takes as
-        many turns as there are groups, each as long as the slowest stage takes for running / stages sequences. Of fewer
-        sequences than stages each is a group, and passes all stages.
+        many turns as there are groups, each as long as the slowest stage takes for running / stages sequences, with all
+        its chunks of layers. Of fewer sequences than stages each is a group, and passes all stages.
         """
         rows = np.maximum(running / self.stages, np.minimum(running, 1.0))
         dense = np.maximum(self.dense_read, self.dense_token * (rows + self.half))
@@ -214,12 +214,13 @@ def slowest_stage(setting: Setting) -> float:
 
 
 def _handover_seconds(setting: Setting) -> float:
-    """Latency of one group's hidden states from a stage to the next."""
+    """Latency of one group's hidden states from a stage to the next, once for each chunk of its layers."""
     layout = setting.layout
     if layout.pp == 1:
         return 0.0
+    chunks = len(stages_of(setting.model, setting.role.head, layout)[0])
     far = layout.mesh.n_devices > setting.cluster.devices_per_node  # some neighbouring stages lie on two nodes
-    return collective_seconds(setting.cluster, setting.costs, "p2p") + far * NODE_HOP_SECONDS
+    return chunks * (collective_seconds(setting.cluster, setting.costs, "p2p") + far * NODE_HOP_SECONDS)
 
 
 def _hops(setting: Setting, ranks: int) -> float:

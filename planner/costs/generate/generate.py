@@ -12,12 +12,11 @@ from realgraph.planner.costs.compute.forward import forward_seconds
 from realgraph.planner.costs.generate.decode import decode_seconds as decode_seconds
 from realgraph.planner.costs.generate.decode import decode_step, slowest_stage
 from realgraph.planner.costs.generate.occupancy import Occupancy, occupancy
-from realgraph.planner.costs.lengths import Lengths, lengths_of, shorter
+from realgraph.planner.costs.lengths import Lengths, lengths_of
 from realgraph.planner.costs.memory.terms import PREFILL_TOKENS
 from realgraph.planner.costs.overhead import pass_layer_seconds, rollout_dispatch_seconds
 from realgraph.planner.costs.setting import Setting
 
-PREFILL_DRAWS = 1.0  # tokens of a sample that the CPU engine's prefill tells, so that no decode step has to
 # Switches of these kinds' servers add up inside the network (NCCL's NVLS algorithm, NCCL 2.17 release notes).
 REDUCING_SWITCHES = ("H100-SXM", "H200", "H800", "H20", "B200", "GB200", "B300", "GB300")
 
@@ -36,6 +35,7 @@ class GenerateWork(Struct, frozen=True):
     lengths: tuple[int, ...] = ()
     # for which running sequences stand still at a weight update, besides the move of the weights and their new prefill
     stall_seconds: float = 0.0
+    wake_seconds: float = 0.0  # of a stream's engine after a pause, besides the new prefill
 
     @property
     def distribution(self) -> Lengths:
@@ -89,21 +89,36 @@ def phase_seconds(setting: Setting, work: GenerateWork) -> tuple[float, float]:
     prefill = prefill_seconds(setting, prompts, work.prompt_tokens)
     if setting.cluster.is_cpu:
         prefill += _refills(work, share) * setting.model.layers * pass_layer_seconds(setting.costs)
-    step = decode_step(setting)
-    decode = occupancy_of(setting, work).seconds(lambda running, age: step(running, work.prompt_tokens + age))
-    return prefill, decode
+    return prefill, _decode_seconds(setting, work, share)
+
+
+def _decode_seconds(setting: Setting, work: GenerateWork, share: float) -> float:
+    """A CPU engine draws a sequence's first token from its prefill, in a step that decodes only what runs beside it."""
+    step, filled = decode_step(setting), occupancy_of(setting, work)
+    if not setting.cluster.is_cpu:
+        return filled.seconds(lambda running, age: step(running, work.prompt_tokens + age))
+    if work.distribution.longest <= 1:
+        return 0.0
+    waves, new = _waves(work, share), 0.0  # part of what runs at a step that came with it
+    if work.distribution.deviation:
+        waves, new = 0.0, waves / (1 + waves) / max(1.0, work.distribution.mean)
+    seconds = filled.seconds(lambda running, age: step((1 - new) * running, work.prompt_tokens + age))
+    first = step((1 - new) * filled.running[:1], work.prompt_tokens + filled.age[:1])  # none of it decodes
+    return max(0.0, seconds - (1 + waves) * float(first[0]))
+
+
+def _waves(work: GenerateWork, share: float) -> float:
+    """The times that a replica's slots are filled again."""
+    return max(0.0, share / max(1, work.running) - 1)
 
 
 def _refills(work: GenerateWork, share: float) -> float:
     """Steps of the CPU engine that take in prompts beside those that run, each a pass of its own: where lengths differ,
     some slot is free at every step until nothing waits; where they are equal, all slots are free at once."""
-    waves = max(0.0, share / max(1, work.running) - 1)
-    return waves * (max(1.0, work.distribution.mean - PREFILL_DRAWS) if work.distribution.deviation else 1.0)
+    return _waves(work, share) * (max(1.0, work.distribution.mean) if work.distribution.deviation else 1.0)
 
 
 def occupancy_of(setting: Setting, work: GenerateWork) -> Occupancy:
     """The phases of the batch, whatever a step costs."""
     replicas = min(setting.layout.dp, work.samples)
-    drawn = PREFILL_DRAWS if setting.cluster.is_cpu else 0.0
-    lengths = shorter(work.distribution, drawn)
-    return occupancy(lengths, work.samples / replicas, max(1, work.running), replicas)
+    return occupancy(work.distribution, work.samples / replicas, max(1, work.running), replicas)

@@ -38,6 +38,8 @@ from realgraph.planner.costs.setting import Setting
 
 STREAM_LEVELS = 24  # intervals of the tokens between two updates that are offered, of each of two kinds
 SLOT_RATIO = 0.9  # of one number of slots to the next smaller one that is tried
+MOST_STEP = 1.01  # steps in which the most tokens between two updates are looked for
+MOST_SHARE = 2.0  # of the longest response: no more of them are tried
 LEAST_SLOT_SHARE = 0.02  # of a burst: no fewer slots are tried
 
 
@@ -89,7 +91,15 @@ class Stream(Struct, frozen=True, eq=False, dict=True):
     @cached_property
     def most(self) -> float:
         """Tokens between two updates at which each batch is complete just before the next: more gain nothing."""
-        return max(self.least, between_for(self.lengths, self.work.samples_per_group, self.groups, 1.0))
+        between = max(self.least, between_for(self.lengths, self.work.samples_per_group, self.groups, 1.0))
+        while self.shape(between).wait_bursts and between < MOST_SHARE * self.lengths.longest:
+            between *= MOST_STEP  # of tabled waits, and where slots are few
+        return between
+
+    def shape(self, between: float) -> Shape:
+        """The shape with so many tokens between two updates, no fewer than the slots allow."""
+        slots, per_group = self.slots / self.share, self.work.samples_per_group
+        return shape_of(self.lengths, per_group, self.groups, max(between, self.least), slots)
 
 
 def batch_variant(setting: Setting, work: GenerateWork) -> Variant:
@@ -146,13 +156,11 @@ def variant_of(stream: Stream, between: float, paused: bool = False) -> Variant:
     update: a second interruption.
     """
     setting, work = stream.setting, stream.work
-    shape = shape_of(
-        stream.lengths, work.samples_per_group, stream.groups, max(between, stream.least), stream.slots / stream.share
-    )
+    shape = stream.shape(between)
     prefill = _interruption_at(stream, shape, shape.between)
     decode = _decode(stream, shape)
     dispatch = rollout_dispatch_seconds(setting.costs, stream.share)
-    pause = _interruption_at(stream, shape, shape.wait_tokens) if paused else 0.0
+    pause = work.wake_seconds + _interruption_at(stream, shape, shape.wait_tokens) if paused else 0.0
     seconds = prefill + pause + stream.prompt_seconds + dispatch + float(decode[-1])
     edges = np.linspace(0.0, shape.between, BURST_CELLS + 1)
     started = float(np.interp(shape.wait_tokens, edges[:-1], shape.started_share[1:]))
@@ -241,4 +249,5 @@ def stream_levels(stream: Stream, staleness: int, paused: bool = False) -> list[
     spent = np.concatenate([np.linspace(0.0, 1.25, STREAM_LEVELS + 1), np.linspace(1.25, staleness, STREAM_LEVELS + 1)])
     waits = 1.0 + staleness - np.minimum(spent, staleness)
     tokens = {between_for(stream.lengths, stream.work.samples_per_group, stream.groups, float(one)) for one in waits}
+    tokens.add(stream.most)
     return [variant_of(stream, between, paused) for between in sorted({max(stream.least, one) for one in tokens})]

@@ -24,6 +24,9 @@ from realgraph.planner.plan.layout import Layout
 from realgraph.planner.plan.stages import stage_totals, stages_of
 
 LOGITS_CHUNK_BYTES = 1 << 26  # float32 logits that exist at once: the head is computed in chunks of tokens
+# Of each number that an expert gives for a token, float32 numbers that live while a backward pass goes through the
+# weighted sum of experts: its gradient, and that of its weight before it is summed (runtime/parallel/experts/block.py).
+COMBINED = 2
 LIVE_LAYERS = 2.0  # layers' worth of tensors while one layer's backward pass runs: its own and their gradients
 
 
@@ -59,6 +62,7 @@ class Running(Struct, frozen=True):
     score_bytes: int = 0  # that unfused attention keeps of each score
     sample_tokens: int = 0  # scores that a token has
     sequence_parallel: bool = True  # residuals are cut over tp
+    combined: int = COMBINED  # float32 copies of the experts' outputs in their weighted sum's backward pass
 
 
 PLAIN_PASSES = Running()
@@ -71,18 +75,20 @@ def train_activations(
     """Activations and logits of one micro-batch of `tokens` packed tokens in forward and backward.
 
     With full recomputation a layer's input is all that stays, and one layer is live; a backward pass holds about one
-    layer's worth of gradients besides. Selective recomputation keeps what matrix products and attention read: norms and
-    activation functions are computed again (arXiv:2205.05198, sec. 5, where attention is not fused its scores too). Of
-    pp stages the first keeps most micro-batches (`in_flight`), and the last one has the logits: the fullest counts.
+    layer's worth of gradients besides, and of experts their outputs in float32. Selective recomputation keeps what
+    matrix products and attention read: norms and activation functions are computed again (arXiv:2205.05198, sec. 5,
+    where attention is not fused its scores too). Of pp stages the first keeps most micro-batches (`in_flight`), and the
+    last one has the logits: the fullest counts.
     """
     element = element_bytes(role.dtype)
     cut = layout.tp if running.sequence_parallel else 1
     per_layer, live = _kept_layers(model, role, layout, running)
     ends = 4 * max(4, element) * model.hidden // cut  # embedding, last norm, and their gradients
+    combined = 4 * running.combined * model.experts_per_token * model.hidden // (layout.tp if layout.ep > 1 else 1)
     layers = stage_totals(stages_of(model, role.head, layout))
     kept = [count * begun for count, begun in zip(layers, in_flight(layout.pp, running), strict=True)]
     rows = [
-        int(tokens * (each * per_layer + live + ends * (stage in (0, layout.pp - 1))))
+        int(tokens * (each * per_layer + live + combined + ends * (stage in (0, layout.pp - 1))))
         for stage, each in enumerate(kept)
     ]
     logits = _logits(model, role, layout, tokens, running.logit_bytes)
@@ -176,12 +182,14 @@ def kv_bytes_per_token(model: ModelSpec, element: int) -> int:
     return model.layers * model.kv_width() * element
 
 
-def generation(model: ModelSpec, role: ModelRole, layout: Layout, kv_tokens: int) -> Footprint:
+def generation(
+    model: ModelSpec, role: ModelRole, layout: Layout, kv_tokens: int, cache_bytes: int | None = None
+) -> Footprint:
     """A cache of `kv_tokens` tokens in the fullest stage's layers, in whole pages and one for padding, and the
-    activations and logits of a prefill pass."""
+    activations and logits of a prefill pass. cache_bytes: of a number in it; None: as in the role's dtype."""
     cut = min(layout.tp, model.kv_heads) if model.latent is None else 1  # one latent serves all heads
     layers = max(stage_totals(stages_of(model, role.head, layout)))
-    per_token = kv_bytes_per_token(model, element_bytes(role.dtype)) * layers // (model.layers * cut)
+    per_token = kv_bytes_per_token(model, cache_bytes or element_bytes(role.dtype)) * layers // (model.layers * cut)
     entered = min(kv_tokens, PREFILL_TOKENS)
     prefill = _forward_rows(model, role, layout, entered)
     logits = _logits(model, role, layout, entered, 0)  # engines that serve need those of last tokens only

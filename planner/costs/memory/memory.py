@@ -18,14 +18,15 @@ from realgraph.planner.costs.memory.activations import (
     train_activations,
 )
 from realgraph.planner.costs.memory.terms import (
+    COMMUNICATOR_BYTES,
     GPU_RUNTIME_BYTES,
     TERMS,
-    USABLE_FRACTION,
     DType,
     Footprint,
     Recompute,
     Term,
     ceil_div,
+    communicators,
     cuts_model,
     distributes_states,
     element_bytes,
@@ -34,19 +35,24 @@ from realgraph.planner.costs.memory.terms import (
     trained_expert_ranks,
     usable_bytes,
 )
-from realgraph.planner.inputs.model_spec import ModelSpec
-from realgraph.planner.plan.layout import Layout
+from realgraph.planner.inputs.model_spec import Head, ModelSpec
+from realgraph.planner.plan.layout import Layout, Stages
 from realgraph.planner.plan.stages import stage_totals, stages_of
 
+GATHERED_LAYERS = (
+    3  # that FSDP holds whole at once: one in use, one that comes, and the buffer that it is copied out of
+)
+
 __all__ = [
+    "COMMUNICATOR_BYTES",
     "GPU_RUNTIME_BYTES",
     "TERMS",
-    "USABLE_FRACTION",
     "DType",
     "Footprint",
     "Recompute",
     "Running",
     "Term",
+    "communicators",
     "cuts_model",
     "element_bytes",
     "expert_copies",
@@ -77,29 +83,35 @@ def local_params(model: ModelSpec, role: ModelRole, layout: Layout, serves: bool
     """
     if not cuts_model(layout):
         return model.n_params(role.head)
-    dense, routed = max(_stage_params(model, role, layout, serves), key=sum)
+    dense, routed = _fullest_stage(model, role, layout, serves)
     return int(dense) + int(routed)
 
 
 def local_routed(model: ModelSpec, role: ModelRole, layout: Layout, serves: bool = False) -> int:
     """Parameters of routed experts among them."""
-    return int(max(_stage_params(model, role, layout, serves), key=sum)[1])
+    return int(_fullest_stage(model, role, layout, serves)[1])
 
 
-def _stage_params(model: ModelSpec, role: ModelRole, layout: Layout, serves: bool) -> list[tuple[float, float]]:
-    """Parameters on each device of each stage: all but routed experts, and these. A tied head's matrix lies on the
-    first stage and on the last."""
-    head, embedding = model.head_params(role.head), model.vocab * model.hidden
-    layers = model.n_params(role.head) - model.routed_params() - head - embedding
+def _fullest_stage(model: ModelSpec, role: ModelRole, layout: Layout, serves: bool) -> tuple[float, float]:
     ranks = served_expert_ranks(layout) if serves else trained_expert_ranks(layout)
-    shares = [total / model.layers for total in stage_totals(stages_of(model, role.head, layout))]
+    return _stage_params(model, role.head, (layout.tp, ranks), stages_of(model, role.head, layout))
+
+
+@lru_cache(maxsize=1 << 12)
+def _stage_params(model: ModelSpec, head: Head, ranks: tuple[int, int], stages: Stages) -> tuple[float, float]:
+    """Parameters on each device of the stage that has most of them: all but routed experts, and these. A tied head's
+    matrix lies on the first stage and on the last. ranks: of tensor parallelism, and over which experts are cut."""
+    tensor, experts = ranks
+    head_params, embedding = model.head_params(head), model.vocab * model.hidden
+    layers = model.n_params(head) - model.routed_params() - head_params - embedding
+    shares = [total / model.layers for total in stage_totals(stages)]
     dense = [share * layers for share in shares]
     dense[0] += embedding
-    dense[-1] += embedding if layout.pp > 1 and model.tied and role.head == "lm" else head
-    routed = [share * model.routed_params() / ranks for share in shares]
-    copied = model.layers * model.kv_copies(layout.tp)  # on every rank
-    cut = [one / layout.tp + share * copied for one, share in zip(dense, shares, strict=True)]
-    return list(zip(cut, routed, strict=True))
+    dense[-1] += embedding if len(stages) > 1 and model.tied and head == "lm" else head_params
+    routed = [share * model.routed_params() / experts for share in shares]
+    copied = model.layers * model.kv_copies(tensor)  # on every rank
+    cut = [one / tensor + share * copied for one, share in zip(dense, shares, strict=True)]
+    return max(zip(cut, routed, strict=True), key=sum)
 
 
 def expert_copies(layout: Layout) -> int:
@@ -166,8 +178,9 @@ def frozen_copy(model: ModelSpec, role: ModelRole, layout: Layout, serves: bool 
 
 
 def gathered(model: ModelSpec, role: ModelRole, layout: Layout, running: Running | None) -> Footprint:
-    """The weights that FSDP gathers while a call runs: two layers (one prefetched) and, as one group, embedding, norm
-    and head; in a backward pass a layer's and that group's whole gradients wait for their reduction.
+    """The weights that FSDP gathers while a call runs: two layers (one prefetched), the buffer that one of them is
+    copied out of (torch, distributed/fsdp/_fully_shard/_fsdp_collectives.py) and, as one group, embedding, norm and
+    head; in a backward pass a layer's and that group's whole gradients wait for their reduction.
 
     A pipeline stage that trains keeps all its weights gathered for the micro-batches of a step, and sums its whole
     gradients until the one reduction behind the last. Experts that lie on one device alone are not gathered: each pass
@@ -185,7 +198,7 @@ def gathered(model: ModelSpec, role: ModelRole, layout: Layout, running: Running
         return Footprint(weights=own * whole + int(own * alone), gradients=wide * whole)
     ends = (model.vocab * model.hidden + model.head_params(role.head)) // layout.tp
     layer = _gathered_layer(model, layout, spread=experts > 0)
-    weights = own * (2 * layer + ends) + int(own * alone)
+    weights = own * (GATHERED_LAYERS * layer + ends) + int(own * alone)
     return Footprint(weights=weights, gradients=0 if running is None else wide * (layer + ends))
 
 

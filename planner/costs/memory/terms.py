@@ -13,12 +13,18 @@ DType = Literal["float32", "bfloat16", "float16", "float64"]
 Term = Literal["weights", "gradients", "optimizer", "activations", "logits", "kv_cache", "buckets"]
 TERMS: tuple[Term, ...] = ("weights", "gradients", "optimizer", "activations", "logits", "kv_cache", "buckets")
 ELEMENT_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-USABLE_FRACTION = 0.94  # of a device's memory that a plan may use: allocators fragment
-GPU_RUNTIME_BYTES = 1_500_000_000  # CUDA context, NCCL and cuBLAS workspaces of one process
+# Of a machine's memory that a plan for CPUs may fill: the operating system and whatever else runs there have the rest.
+# A GPU's is a plan's alone, and what allocators waste there is in the margin (`margin`).
+CPU_USABLE_SHARE = 0.94
+GPU_RUNTIME_BYTES = 1_500_000_000  # CUDA context, cuBLAS workspaces and one NCCL communicator of one process
+# Of each further communicator: 24 channels, and on each a buffer to and from a neighbour of every protocol, of 4 MiB
+# (simple), 4.7 MiB (LL128) and 0.5 MiB (LL) (NCCL 2.18, src/include/device.h and src/init.cc).
+COMMUNICATOR_BYTES = 462_000_000
 # Prompt tokens that enter the cache in one forward pass: vLLM's and SGLang's default on devices of 80 GB (vLLM,
 # EngineArgs.max_num_batched_tokens; SGLang, chunked_prefill_size). This project's own engine takes half as many.
 PREFILL_TOKENS = 8192
 CACHE_PAGE_TOKENS = 16  # of one page of a KV cache
+CACHE_SPARE_TOKENS = 4  # of the cache for each running sequence: admission leaves its next steps their room
 CPU_RUNTIME_BYTES = 600_000_000  # a Python process with torch and transformers loaded
 
 
@@ -57,8 +63,15 @@ class Footprint(Struct, frozen=True):
 
 def usable_bytes(cluster: Cluster) -> int:
     """Bytes of a device that a plan may fill."""
-    runtime = CPU_RUNTIME_BYTES if cluster.is_cpu else GPU_RUNTIME_BYTES
-    return max(0, round(USABLE_FRACTION * cluster.memory_bytes) - runtime)
+    if cluster.is_cpu:
+        return max(0, round(CPU_USABLE_SHARE * cluster.memory_bytes) - CPU_RUNTIME_BYTES)
+    return max(0, cluster.memory_bytes - GPU_RUNTIME_BYTES)
+
+
+def communicators(layout: Layout) -> Footprint:
+    """Buffers of a layout's groups of GPUs: one for each axis that has several; the runtime has the first."""
+    axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep))
+    return Footprint(buckets=COMMUNICATOR_BYTES * max(0, axes - 1))
 
 
 def element_bytes(dtype: DType) -> int:

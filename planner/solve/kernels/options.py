@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from realgraph.planner.solve.kernels.compiled import NO_PATH_SECONDS, ONE, ZERO, Floats, Ints, compiled, entry
+from realgraph.planner.solve.kernels.exchange import drop_dominated
 from realgraph.planner.solve.kernels.instance import Instance
 from realgraph.planner.solve.kernels.lists import (
     DECIDING_NODES,
@@ -111,6 +112,7 @@ def _begin(
             return False
     if not _filter_seconds(instance, needs, lists, state, moves, net, limit):
         return False
+    drop_dominated(instance, needs, lists, moves, state.move_begin, state.move_columns)
     _sort_tasks(instance, lists, state)
     state.depth[0] = 0
     state.at[0] = -1

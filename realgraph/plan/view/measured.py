@@ -41,13 +41,13 @@ def read_run(root: Path) -> RunRead:
     folder = RunFolder(root)
     try:
         plan = plan_from_json(read_text(folder.plan), str(folder.plan))
-        records = _records(folder.metrics)
+        records = read_records(folder.metrics)
     except OSError as error:
         hint = "name the directory of a run: it has plan.json and metrics.jsonl"
         raise ConfigError(
             [Problem(Where(str(root)), f"no run can be read here: {reason(error)}", hint, "run")]
         ) from error
-    steps = _counting(records)
+    steps = counting_steps(records)
     if not steps:
         begun = any(isinstance(record, StepRecord) for record in records)
         text = "the run has finished no step" + (" after its first, which warms up" if begun else "")
@@ -75,12 +75,14 @@ def _measured(call: str, predicted_seconds: float, taken: Sequence[float]) -> Me
     )
 
 
-def _records(file: Path) -> list[RunRecord]:
+def read_records(file: Path) -> list[RunRecord]:
     """Raises OSError, and ConfigError for a line that is no record."""
     decode = msgspec.json.Decoder(RunRecord).decode
     records: list[RunRecord] = []
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                break  # a full disk has cut it off, or it is being written
             try:
                 records.append(decode(line))
             except msgspec.MsgspecError as error:
@@ -88,7 +90,7 @@ def _records(file: Path) -> list[RunRecord]:
     return records
 
 
-def _counting(records: Sequence[RunRecord]) -> tuple[StepRecord, ...]:
+def counting_steps(records: Sequence[RunRecord]) -> tuple[StepRecord, ...]:
     """The steps that count, of what each start of the run ran; the last record of a step that was run again."""
     starts: list[list[StepRecord]] = [[]]
     for record in records:

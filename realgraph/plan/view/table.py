@@ -27,10 +27,12 @@ from realgraph.planner.report.format import (
 )
 from realgraph.planner.report.memory import MemoryPart
 from realgraph.planner.report.text import (
+    bar_text,
     batches_text,
     bound_text,
     cheapest,
     inputs_text,
+    memory_text,
     moves_text,
     option_text,
     pipelines_text,
@@ -43,7 +45,7 @@ CLUSTER_CELLS = 16  # of a drawn cluster
 MEMORY_CELLS = 40  # of a full device
 NUMBERS = ("micro-batches", "seconds", "share", "memory")
 SPARED = ("most of it", "on the cluster", "weights", "share", "micro-batches")  # by a narrow terminal, in this order
-PART_COLOURS = {"resident": "cyan", "active": "yellow"}
+PART_COLOURS = {"resident": "cyan", "active": "yellow", "margin": "magenta"}
 SLOW_INPUTS_SHARE = 0.01  # of a call's seconds: inputs that take more are named
 NAMED_PARTS = 6  # of a memory bar
 MOST_NODES = 4  # that are drawn apart
@@ -75,7 +77,8 @@ def explain_parts(report: Report, call: str, alternatives: tuple[Alternative, ..
     slack = next((row.slack_seconds for row in report.rows if row.call == call), 0.0)
     critical = slack <= 1e-3 * report.plan.period_seconds
     why = "on the critical circuit" if critical else f"may take {seconds_text(slack)} longer before a step does"
-    yield Text.assemble(("\nchosen ", "bold"), f"{text}; {why}\n")
+    yield Text.assemble(("\nchosen ", "bold"), f"{text}; {why}")
+    yield Text.assemble(("memory ", "bold"), f"{memory_text(allocation, report.quantile)}\n")
     if alternatives:
         yield options(alternatives)
     else:
@@ -216,11 +219,14 @@ def memory(report: Report, width: int) -> Iterator[Text]:
     for name, bar in zip(names, bars, strict=True):
         parts = sorted(bar.parts, key=lambda part: -part.nbytes)
         moment = f" in {bar.call}" if bar.call else ""
-        full = f"{bytes_text(bar.total_bytes)} of {bytes_text(bar.usable_bytes)}{moment}"
+        full = f"{bar_text(bar)} of {bytes_text(bar.usable_bytes)}{moment}"
         yield Text.assemble((f"{name:<{label}} ", "dim"), _stack(parts, bar.usable_bytes), f" {full}", no_wrap=True)
         yield from _legend(parts, label + 1, width)
     if bars:
-        yield Text(" " * (label + 1) + "cyan: resident; yellow: of the call that runs; dots: free", style="dim")
+        yield Text(
+            " " * (label + 1) + "cyan: resident; yellow: of the call that runs; magenta: margin; dots: free",
+            style="dim",
+        )
 
 
 def _legend(parts: Sequence[MemoryPart], indent: int, width: int) -> Iterator[Text]:

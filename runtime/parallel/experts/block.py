@@ -17,6 +17,7 @@ from realgraph.runtime.parallel.cuts import split
 from realgraph.runtime.parallel.experts.dispatch import Dispatch
 from realgraph.runtime.parallel.experts.routing import RoutingRecord, choose
 from realgraph.runtime.parallel.groups import Ranks
+from realgraph.runtime.parallel.pipeline.stage import Chunk, layers_of, stage_of
 from realgraph.runtime.parallel.sharding import shard
 from realgraph.runtime.parallel.tensor.edges import Edges
 from realgraph.runtime.parallel.tensor.network import edges_of
@@ -194,6 +195,17 @@ def name_experts(network: Any) -> None:
         setattr(layer, names.block, block)
     if sparse:
         network.routing_record = record
+
+
+def blocks_by_chunk(network: Any) -> tuple[tuple[SparseBlock, ...], ...]:
+    """The mixtures of each chunk of a stage, of a network that is not cut to one of all its layers."""
+    stage = stage_of(network)
+    chunks = [network.modules()] if stage is None else [_modules(network, chunk) for chunk in stage.chunks]
+    return tuple(tuple(module for module in modules if isinstance(module, SparseBlock)) for modules in chunks)
+
+
+def _modules(network: Any, chunk: Chunk) -> list[nn.Module]:
+    return [module for layer in layers_of(network.model, chunk) for module in layer.modules()]
 
 
 def join_experts(network: Any, spread: Ranks) -> None:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from realgraph.runtime.parallel.experts.block import SparseBlock
+from realgraph.runtime.parallel.experts.block import blocks_by_chunk
 from realgraph.runtime.parallel.experts.routing import RoutingRecord, record_of, route_dtype
 from realgraph.runtime.parallel.groups import Ranks
 from realgraph.runtime.parallel.pipeline.stage import stage_of
@@ -80,9 +80,9 @@ class SequenceRoutes:
 
 @dataclass(frozen=True)
 class RouteSpan:
-    """Tokens `start` to `start` + `count` of a sequence."""
+    """Tokens `start` to `start` + `count` of a sequence. routes: of each chunk of layers."""
 
-    routes: SequenceRoutes
+    routes: Sequence[SequenceRoutes]
     start: int
     count: int
 
@@ -91,54 +91,62 @@ class RouteNotes:
     """Replays and takes down the choices of generation's passes through a network (this rank's part of it)."""
 
     def __init__(
-        self, record: RoutingRecord, layers: Sequence[int], top_k: int, place: tuple[torch.device, Ranks | None]
+        self,
+        record: RoutingRecord,
+        layers: Sequence[Sequence[int]],
+        top_k: int,
+        place: tuple[torch.device, Ranks | None],
     ) -> None:
-        """layers: those of experts that are here, by their numbers among all. place: the network's device, and the
-        stages, where others have other layers."""
-        self._record, self._layers, (self._device, self._stages) = record, list(layers), place
-        self._none, self._dtype = record.n_experts, route_dtype(record.n_experts)
-        self._like: Choices = torch.empty((0, len(self._layers), top_k), dtype=self._dtype).numpy()
-        self._prompts: WeakValueDictionary[tuple[int, ...], TokenRoutes] = WeakValueDictionary()
+        """layers: those of experts that are here, chunk by chunk, by their numbers among all. place: the network's
+        device, and the stages, where others have other layers."""
+        self._record, self._chunks, (self._device, self._stages) = record, [list(chunk) for chunk in layers], place
+        self._none, self._dtype, self._top_k = record.n_experts, route_dtype(record.n_experts), top_k
+        self._like: list[Choices] = [
+            torch.empty((0, len(chunk), top_k), dtype=self._dtype).numpy() for chunk in self._chunks
+        ]
+        self._prompts: WeakValueDictionary[tuple[int, tuple[int, ...]], TokenRoutes] = WeakValueDictionary()
 
-    def sequence(self, prompt: tuple[int, ...]) -> SequenceRoutes:
-        """The choices of a new sequence: of its prompt those of others that have it, too, and are not forgotten yet."""
-        shared = self._prompts.get(prompt) or TokenRoutes(self._like)
-        self._prompts[prompt] = shared
-        return SequenceRoutes(len(prompt), shared, self._like)
+    def sequence(self, prompt: tuple[int, ...]) -> tuple[SequenceRoutes, ...]:
+        """The choices of a new sequence, chunk by chunk: of its prompt those of others that have it, too, and are not
+        forgotten yet."""
+        shared = [self._prompts.get((i, prompt)) or TokenRoutes(like) for i, like in enumerate(self._like)]
+        self._prompts.update({(i, prompt): routes for i, routes in enumerate(shared)})
+        return tuple(SequenceRoutes(len(prompt), *both) for both in zip(shared, self._like, strict=True))
 
     @contextmanager
-    def watched(self, spans: Sequence[RouteSpan]) -> Iterator[None]:
-        """Inside, one pass goes over these tokens, a row of it each, padded at the end. Tokens with choices go there
-        again; of the others they are taken down."""
-        width = max(span.count for span in spans)
-        self._record.replay(self._given(spans, width))
+    def watched(self, spans: Sequence[RouteSpan], chunk: int) -> Iterator[None]:
+        """Inside, one pass over these tokens, a row of it each, padded at the end, goes through a chunk of layers.
+        Tokens with choices go there again; of the others they are taken down."""
+        width, layers, like = max(span.count for span in spans), self._chunks[chunk], self._like[chunk]
+        self._record.replay(self._given(spans, width, chunk))
         self._record.note()
         yield
         noted = self._record.noted()
         self._record.replay(None)
-        made = np.empty((len(spans), width, *self._like.shape[1:]), self._like.dtype)
-        if self._layers:
-            made[:] = torch.stack([noted[layer] for layer in self._layers], 1).cpu().numpy().reshape(made.shape)
+        made = np.empty((len(spans), width, *like.shape[1:]), like.dtype)
+        if layers:
+            made[:] = torch.stack([noted[layer] for layer in layers], 1).cpu().numpy().reshape(made.shape)
         for span, rows in zip(spans, made, strict=True):
-            span.routes.take(span.start, rows[: span.count])
+            span.routes[chunk].take(span.start, rows[: span.count])
 
-    def _given(self, spans: Sequence[RouteSpan], width: int) -> Tensor | None:
+    def _given(self, spans: Sequence[RouteSpan], width: int, chunk: int) -> Tensor | None:
         """[n x width, layers, k]: the choices that there are; None where there are none."""
-        known = [span.routes.known(span.start, span.start + span.count) for span in spans]
+        known = [span.routes[chunk].known(span.start, span.start + span.count) for span in spans]
         if not any(map(len, known)):
             return None
-        given = np.full((len(spans), width, self._record.n_layers, self._like.shape[-1]), self._none, self._like.dtype)
+        shape = len(spans), width, self._record.n_layers, self._top_k
+        given = np.full(shape, self._none, self._like[chunk].dtype)
         for row, rows in zip(given, known, strict=True):
-            row[: len(rows), self._layers] = rows
+            row[: len(rows), self._chunks[chunk]] = rows
         return torch.from_numpy(given).flatten(0, 1).to(self._device)
 
-    def whole(self, ended: Sequence[SequenceRoutes]) -> list[Tensor]:
+    def whole(self, ended: Sequence[Sequence[SequenceRoutes]]) -> list[Tensor]:
         """[tokens, layers, k] of sequences that have ended, all layers of experts: `route_dtype`, on the CPU. The last
         token, which no pass has computed, has no choice. Collective over the stages."""
-        kept = [one.kept for one in ended]
-        found = torch.zeros((sum(map(len, kept)), self._record.n_layers, self._like.shape[-1]), dtype=self._dtype)
+        kept = [np.concatenate([part.kept for part in one], 1) for one in ended]
+        found = torch.zeros((sum(map(len, kept)), self._record.n_layers, self._top_k), dtype=self._dtype)
         if ended:
-            found[:, self._layers] = torch.from_numpy(np.concatenate(kept))
+            found[:, [layer for chunk in self._chunks for layer in chunk]] = torch.from_numpy(np.concatenate(kept))
         if ended and self._stages is not None:  # gloo knows no int16
             sums = found if self._dtype == torch.uint8 else found.int()
             found = self._stages.add(sums.to(self._device)).to("cpu", self._dtype)
@@ -151,7 +159,7 @@ def route_notes(network: nn.Module) -> RouteNotes:
     record, stage = record_of(network), stage_of(network)
     if record is None:
         raise ValueError("routing_replay is for mixtures of experts, and this model is none")
-    layers = [module.layer for module in network.modules() if isinstance(module, SparseBlock)]
+    layers = [[block.layer for block in blocks] for blocks in blocks_by_chunk(network)]
     config: Any = network.config
     place = next(network.parameters()).device, None if stage is None else stage.ranks
     return RouteNotes(record, layers, config.num_experts_per_tok, place)

@@ -9,35 +9,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from realgraph.runtime.parallel.experts.block import SparseBlock
+from realgraph.runtime.parallel.experts.block import blocks_by_chunk
 from realgraph.runtime.parallel.groups import Ranks
 
 
 class SharedPasses:
-    """The passes of one network. ranks: all workers that generate together."""
+    """The passes of one network. ranks: all workers that generate together, perhaps of all pipeline stages."""
 
-    def __init__(self, network: nn.Module, ranks: Ranks) -> None:
-        self._blocks = [block for block in network.modules() if isinstance(block, SparseBlock)]
+    def __init__(self, network: nn.Module, ranks: Ranks, *, of_all_stages: bool) -> None:
+        self._blocks = blocks_by_chunk(network)
         self._ranks = ranks
+        self.of_all_stages = of_all_stages
 
-    def begin(self) -> None:
-        """A pass of own rows follows. Collective with `begin` and `finish` of the others."""
-        self._another(own=True)
-
-    def finish(self) -> None:
-        """This step's own passes have ended: take part in those of others until theirs have, too."""
-        while self._another(own=False):
-            for block in self._blocks:
-                block.pass_by()
-
-    def _another(self, *, own: bool) -> bool:
-        """Somebody makes another pass."""
+    def another(self, *, own: bool) -> bool:
+        """Somebody makes another pass. own: this worker does. Collective."""
         return bool(self._ranks.largest(torch.tensor([own], dtype=torch.int32)))
 
+    def pass_by(self, chunk: int) -> None:
+        """Take part in the pass of others through a chunk."""
+        for block in self._blocks[chunk]:
+            block.pass_by()
 
-def share_passes(network: Any, ranks: Ranks) -> None:
+
+def share_passes(network: Any, ranks: Ranks, *, of_all_stages: bool) -> None:
     """Tell a network that others generate with its experts; `shared_passes_of` then knows."""
-    network.shared_passes = SharedPasses(network, ranks)
+    network.shared_passes = SharedPasses(network, ranks, of_all_stages=of_all_stages)
 
 
 def shared_passes_of(network: nn.Module) -> SharedPasses | None:

@@ -52,15 +52,16 @@ class _Lane:
 
 
 class Turns:
-    """The lanes of a plan, from `first_step` on. `unbarred`, a call, never waits at a barrier: see `_head`.
+    """The lanes of a plan, from `first_step` on. `unbarred` calls never wait at a barrier: see `_head`.
 
-    streaming: the turn of a session whose samples may be some steps late. What comes after it in the lanes does not
-    wait for its end: the session stands still meanwhile, and goes on where nothing else can run.
+    streaming: the turns of sessions beside which other calls run: their samples may be some steps late, or come
+    together with those of other sessions. What comes after one in the lanes does not wait for its end: the session
+    stands still meanwhile, and goes on where nothing else can run.
     """
 
-    def __init__(self, orders: Mapping[int, Sequence[Turn]], first_step: int, unbarred: str) -> None:
-        self._unbarred = (unbarred, reallocation_node(unbarred))
-        self.streaming: NextTurn | None = None
+    def __init__(self, orders: Mapping[int, Sequence[Turn]], first_step: int, unbarred: Iterable[str]) -> None:
+        self._unbarred = {node for call in unbarred for node in (call, reallocation_node(call))}
+        self.streaming: set[NextTurn] = set()
         lanes: dict[tuple[Turn, ...], _Lane] = {}
         for device in sorted(orders):
             order = tuple(orders[device])
@@ -100,8 +101,8 @@ class Turns:
         if lane.position >= end:
             return None
         call, step = lane.at(lane.position)
-        if NextTurn(call, step) == self.streaming:
-            return self._beside(lane, barrier, limit) or self.streaming
+        if NextTurn(call, step) in self.streaming:
+            return self._beside(lane, barrier, limit) or NextTurn(call, step)
         if step <= barrier or call in self._unbarred:
             return NextTurn(call, step)
         for position in range(lane.position + 1, lane.end(barrier + 1)):
@@ -114,8 +115,8 @@ class Turns:
         """The turn that follows the stream's, up to the stream's next; None where its step waits at the barrier."""
         for position in range(lane.position + 1, lane.position + len(lane.order)):
             call, step = lane.at(position)
-            if not lane.passed(position, limit):
-                return NextTurn(call, step) if step <= barrier else None
+            if not lane.passed(position, limit) and NextTurn(call, step) not in self.streaming:
+                return NextTurn(call, step) if step <= barrier or call in self._unbarred else None
         return None
 
     def next(self, barrier: int, limit: int) -> list[NextTurn]:

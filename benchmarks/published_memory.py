@@ -1,0 +1,183 @@
+"""Predicted bytes of published training configurations beside the peaks that were measured, and whether they fit."""
+
+import re
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from benchmarks.published import Prediction, Row
+from benchmarks.published_adapters import adapted_share
+from benchmarks.published_backends import DEEPSPEED_2022
+from benchmarks.published_case import Case
+from benchmarks.published_spread import QUANTILE, Peak
+from realgraph.planner.costs.backend import FSDP
+from realgraph.planner.costs.compute.train import Recompute, microbatches
+from realgraph.planner.costs.memory.activations import COMBINED
+from realgraph.planner.costs.memory.margin import Regime, margin_bytes, regimes_of, spread_of
+from realgraph.planner.costs.memory.memory import (
+    COMMUNICATOR_BYTES,
+    GPU_RUNTIME_BYTES,
+    TERMS,
+    Footprint,
+    Running,
+    communicators,
+    gathered,
+    local_params,
+    train_activations,
+    trained_copy,
+    usable_bytes,
+)
+
+LIVE_LAYERS = 1.25  # layers' worth of tensors in a layer's backward pass, where gradients are freed as they are used
+DEEPSPEED_BUCKET_BYTES = 2_000_000_000  # two buckets of 5e8 elements in 16 bits, its default
+SCORE_BYTES = 5  # scores, their softmax in 16 bits, and a mask (arXiv:2205.05198, sec. 4.1)
+# torchtitan's experts, which prime-rl has, multiply their outputs by the router's weights in float32 and so keep them,
+# the product's gradient, that of the outputs and that of the weights before it is summed (torchtitan, models/moe.py).
+COMBINED_FLOAT32 = 4
+# For one axis of Megatron-DeepSpeed: Megatron's own communicator, DeepSpeed's (runtime/pipe/topology.py), and one of
+# pairs of stages, of all model-parallel ranks or of embeddings. Counted for BLOOM's rows, used for them alone.
+DEEPSPEED_COMMUNICATORS = 3
+# What PyTorch's allocator of 2022 keeps beyond live tensors, which BLOOM's peaks, read from the driver, have in them.
+# It gives that up before it runs out of memory, so it is no part of what must fit. Told by BLOOM's rows, used for them
+# alone.
+CACHED_SHARE = 0.06
+
+
+def footprint(case: Case) -> Footprint:
+    """Bytes of the fullest device of a configuration, the runtime's own aside."""
+    row = next(iter(case.rows.values()))
+    return _states(case, row) + _mixed(case)
+
+
+def _mixed(case: Case) -> Footprint:
+    """Bytes that a pass adds, where some layers are computed again whole."""
+    some = _added(case, case.work.recompute)
+    if not case.whole:
+        return some
+    every = _added(case, "full")
+    return Footprint(
+        *(round((1 - case.whole) * getattr(some, term) + case.whole * getattr(every, term)) for term in TERMS)
+    )
+
+
+def margin_of(case: Case, quantile: float = QUANTILE) -> int:
+    """Bytes by which the peak may lie above the prediction, as the planner has it."""
+    return margin_bytes(spread_of(regimes_of_case(case), _mixed(case), cpu=False), quantile)
+
+
+def regimes_of_case(case: Case) -> Iterator[Regime]:
+    """The regimes of a configuration."""
+    return regimes_of(case.setting.model, case.setting.layout, case.work.sample_tokens)
+
+
+def groups_of(case: Case) -> int:
+    """Bytes of a configuration's communicators, beyond the first one."""
+    if case.setting.engine.name != DEEPSPEED_2022.name:
+        return communicators(case.setting.layout).total
+    layout = case.setting.layout
+    axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp))
+    return COMMUNICATOR_BYTES * max(0, DEEPSPEED_COMMUNICATORS * axes - 1)
+
+
+def fits(case: Case) -> bool:
+    """True where the bound of a configuration's peak is within what its devices have."""
+    return footprint(case).total + groups_of(case) + margin_of(case) <= usable_bytes(case.setting.cluster)
+
+
+def _added(case: Case, recompute: Recompute) -> Footprint:
+    setting, work = case.setting, case.work
+    model, role, layout, engine = setting.model, setting.role, setting.layout, setting.engine
+    row = next(iter(case.rows.values()))
+    running = Running(
+        recompute=recompute,
+        fused=layout.sharding == "replicated" or "Composer" in row.system or "Megatron" in row.system,
+        live=LIVE_LAYERS,
+        offloaded="AC=Offload" in row.notes,
+        logit_bytes=logit_bytes_of(row),
+        microbatches=microbatches(setting, work),
+        chunks=work.chunks if work.schedule == "interleaved" else 1,
+        score_bytes=SCORE_BYTES if engine.attention == "unfused" else 0,
+        sample_tokens=round(work.sample_tokens),
+        sequence_parallel=engine.sequence_parallel,
+        combined=COMBINED_FLOAT32 if engine.name == FSDP.name else COMBINED,
+    )
+    rows = train_activations(model, role, layout, work.microbatch_tokens, running)
+    return rows + gathered(model, role, layout, None if case.lora_rank else running)
+
+
+def _states(case: Case, row: Row) -> Footprint:
+    """Weights, gradients and optimizer as the row's engine keeps them."""
+    setting = case.setting
+    model, role, layout = setting.model, setting.role, setting.layout
+    distributed = setting.engine.distributed and _stage(row) > 0
+    share = adapted_share(model, role, case.lora_rank) if case.lora_rank else 1.0
+    states = trained_copy(model, role, layout, distributed, share)
+    if layout.sharding == "fsdp" and layout.dp * layout.cp == 1:  # one device's shards are float32 masters too
+        whole = local_params(model, role, layout)
+        trained = round(share * whole)
+        return Footprint(weights=4 * whole, gradients=4 * trained, optimizer=8 * trained)
+    if layout.sharding == "fsdp":
+        return replace(states, gradients=states.gradients // 2)  # summed where the backward pass leaves them
+    if setting.engine.name == DEEPSPEED_2022.name:
+        ours = states.gradients // 4
+        copies = 0 if _gradient_bytes(row) > 2 else states.optimizer // 3  # a float32 shard while the optimizer steps
+        return replace(
+            states,
+            gradients=ours * _gradient_bytes(row),
+            optimizer=states.optimizer + copies,
+            buckets=DEEPSPEED_BUCKET_BYTES,
+        )
+    if "Bridge" in row.system:
+        return replace(states, gradients=states.gradients // 2)  # its recipes sum them in bf16
+    return states
+
+
+def logit_bytes_of(row: Row) -> int:
+    """Bytes that a loss keeps of each logit: 16 bits, float32, log-softmax and gradient, or what a fused one leaves."""
+    if "RL trainer" in row.notes:
+        return 0  # never all at once
+    if "Composer" in row.system:
+        return 4  # MPT's fused cross-entropy: logits and their gradient in 16 bits
+    if re.search(r"Megatron-Bridge", row.system) or ("torchtitan" in row.system and "2025" in row.source):
+        return 6
+    return 10 if "Megatron" in row.system else 16
+
+
+def _stage(row: Row) -> int:
+    """The ZeRO stage."""
+    found = re.search(r"ZeRO-(\d)", row.notes)
+    return int(found[1]) if found else 1
+
+
+def _gradient_bytes(row: Row) -> int:
+    """Bytes of a gradient: the bf16 optimizer, from 28 February on, sums in float32 beside the backward's own."""
+    return 6 if "02-28" in row.notes else 2
+
+
+def predictions(case: Case) -> Iterator[Prediction]:
+    """Peak memory where it was published, and for every configuration whether it fits."""
+    row = next(iter(case.rows.values()))
+    group = f"{row.source.split('@')[0].split(' L')[0]} | {row.model} | memory"
+    moe = case.setting.model.experts > 0
+    peak = peak_of(case)
+    if peak is not None:
+        unit = _unit(peak.row)
+        yield Prediction(peak.row, "memory", group, peak.measured / unit, peak.predicted / unit, moe)
+    ran = not any(metric == "oom" and row.number("value") for metric, row in case.rows.items())
+    yield Prediction(case.rows.get("oom", row), "fits", group, float(ran), float(fits(case)), moe)
+
+
+def peak_of(case: Case) -> Peak | None:
+    """The measured peak of a configuration, None where none was published."""
+    row = case.rows.get("peak_memory")
+    if row is None or row.number("value") <= 0 or row.unit not in ("GB", "GiB"):
+        return None
+    held = footprint(case).total
+    if "BLOOM" in row.system:  # counts the runtime, and what the allocator keeps
+        held = round((1 + CACHED_SHARE) * held) + GPU_RUNTIME_BYTES + groups_of(case)
+    memory = case.setting.cluster.memory_bytes
+    return Peak(row, tuple(regimes_of_case(case)), row.number("value") * _unit(row), held, _mixed(case).total, memory)
+
+
+def _unit(row: Row) -> float:
+    return float(1 << 30 if "BLOOM" in row.system or row.unit == "GiB" else 10**9)

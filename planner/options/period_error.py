@@ -1,0 +1,49 @@
+"""The error bar of a plan's period, from the calls and moves on its critical circuit."""
+
+from collections.abc import Iterator
+from math import hypot
+
+from realgraph.planner.costs.spread import SPREADS, SpreadPhase, bar_of
+from realgraph.planner.options.calls import free_seconds, phase_of
+from realgraph.planner.plan.plan import REALLOCATION, Plan
+from realgraph.planner.request.request import PlanRequest
+
+
+def calls_error(request: PlanRequest, plan: Plan) -> float:
+    """Deviation of the seconds on the critical circuit, as `costs/spread.py` has it: calls of one phase err together,
+    phases independently of each other, and functions not at all. 0 where no call's error is known."""
+    if not any(plan.allocations[name].error for name in plan.bottleneck if name in plan.allocations):
+        return 0.0
+    off: dict[SpreadPhase, float] = {}
+    total = 0.0
+    for phase, seconds, error in _nodes(request, plan):
+        off[phase] = off.get(phase, 0.0) + seconds * error
+        total += seconds
+    return hypot(*off.values()) / total if total > 0 else 0.0
+
+
+def _nodes(request: PlanRequest, plan: Plan) -> Iterator[tuple[SpreadPhase, float, float]]:
+    """Phase, seconds and deviation of each node of the circuit."""
+    free, known = free_seconds(request), request.costs.phases.get("reallocate")
+    moves = known.error if known is not None and known.error else SPREADS["reallocate"]["plain"]
+    for name in plan.bottleneck:
+        if name in plan.allocations:
+            yield phase_of(request.graph.calls[name]), plan.allocations[name].seconds, plan.allocations[name].error
+        elif name.startswith(REALLOCATION):
+            yield "reallocate", plan.reallocation_seconds.get(name.removeprefix(REALLOCATION), 0.0), moves
+        else:
+            yield "step", free.get(name, 0.0), 0.0
+
+
+def period_error(request: PlanRequest, plan: Plan) -> float:
+    """Deviation of the period. Besides its calls' a step has one of its own, of all that lies between them; on CPUs,
+    and where a run has measured the phases, nobody has told how large that is."""
+    calls = calls_error(request, plan)
+    told = request.cluster.is_cpu or bool(request.costs.phases) or not calls
+    return calls if told else hypot(calls, SPREADS["step"]["plain"])
+
+
+def period_bar(request: PlanRequest, plan: Plan) -> tuple[float, float]:
+    """Seconds between which 80 % of such periods are measured; (0, 0) where no call's error is known."""
+    error = period_error(request, plan)
+    return bar_of(plan.period_seconds, error) if error else (0.0, 0.0)

@@ -1,0 +1,1 @@
+"""`realgraph report`: one page about a run, from its directory alone."""

@@ -1,0 +1,72 @@
+"""Mistakes in a run file's section `rollout`, as far as that section alone tells."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from realgraph.runtime.job.rollout import RESERVED, RolloutSpec
+
+OF_THE_PLAN = ("tp_size", "tp", "dp_size", "dp", "pp_size", "pp", "ep_size", "ep")  # server arguments
+# SGLang 0.5.23 gives no text then, except where a request is aborted that waits: the KeyError of the missing texts
+# breaks its stream off as a server's death does. A stop string, which needs the tokenizer, ends the whole server.
+UNUSABLE = {
+    "skip_tokenizer_init": "without its tokenizer a server breaks off streams, and ends at the first stop string"
+}
+
+Mistake = tuple[str, str, str]  # path, text, hint
+
+
+def rollout_mistakes(spec: RolloutSpec) -> Iterator[Mistake]:
+    """All of them."""
+    if spec.engine == "embedded":
+        for name, given in (("python", spec.python), ("urls", spec.urls), ("server_args", spec.server_args)):
+            if given:
+                hint = "set rollout.engine to sglang, or leave it out"
+                yield f"$.rollout.{name}", f"{name} is of SGLang servers, and rollout.engine is embedded", hint
+        if spec.weights != "auto":
+            hint = "set rollout.engine to sglang, or leave it out"
+            yield "$.rollout.weights", "weights is of SGLang servers, and rollout.engine is embedded", hint
+        return
+    if spec.python is not None and spec.urls:
+        hint = "leave one of them out"
+        yield "$.rollout.urls", "python has servers started, and urls names servers that run already", hint
+    elif spec.python is None and not spec.urls:
+        hint = "set rollout.python to the interpreter of an environment with SGLang, or rollout.urls to running servers"
+        yield "$.rollout.engine", "nothing says where SGLang is", hint
+    if spec.python is not None and shutil.which(spec.python) is None:
+        what = "can't be run" if os.path.exists(spec.python) else "is not there"
+        yield "$.rollout.python", f"the interpreter {spec.python} {what}", "name one that has SGLang"
+    if spec.interrupt == "keep_kv":
+        hint = "leave it out: SGLang would also give the old cache to later samples"
+        yield "$.rollout.interrupt", "keep_kv is for the embedded engine", hint
+    if spec.urls and spec.weights == "broadcast":
+        text = "servers that run already read their weights from disk: only those that realgraph starts take broadcasts"
+        yield "$.rollout.weights", text, "leave it out, or give rollout.python instead of urls"
+    yield from _urls(spec)
+    yield from _arguments(spec)
+
+
+def _urls(spec: RolloutSpec) -> Iterator[Mistake]:
+    for i, url in enumerate(spec.urls):
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            yield f"$.rollout.urls[{i}]", f"{url!r} is no address of a server", "such as http://127.0.0.1:30000"
+        elif parts.username or parts.password:
+            yield f"$.rollout.urls[{i}]", "the address holds a password, which would be logged", "leave it out"
+        if url in spec.urls[:i]:
+            yield f"$.rollout.urls[{i}]", f"{url} is named twice", "one server generates for one replica"
+    if spec.urls and spec.server_args:
+        text = "server_args are of servers that are started, and urls names servers that run already"
+        yield "$.rollout.server_args", text, "give them to those servers"
+
+
+def _arguments(spec: RolloutSpec) -> Iterator[Mistake]:
+    for name in spec.server_args:
+        bare = name.lstrip("-").replace("-", "_")
+        if bare in RESERVED:
+            yield f"$.rollout.server_args.{name}", f"{name} is set by realgraph", "leave it out"
+        elif bare in OF_THE_PLAN:
+            yield f"$.rollout.server_args.{name}", f"{name} is what the plan chooses", "pin it in `allocation`"
+        elif bare in UNUSABLE and spec.server_args[name]:
+            yield f"$.rollout.server_args.{name}", UNUSABLE[bare], "leave it out"

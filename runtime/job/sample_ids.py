@@ -1,0 +1,27 @@
+"""The numbers of samples: a group's number and the sample's place in it, in one. Pure; no group's size is known here.
+
+So a group may have any number of samples, and may lose some: those that are left keep their numbers.
+"""
+
+from realgraph.graphs.spec import MOST_SAMPLES
+
+
+def sample_id(group: int, place: int) -> int:
+    """The number of the sample at a place of a group, from 0."""
+    return group * MOST_SAMPLES + place
+
+
+def sample_ids(group: int, n: int) -> range:
+    """The numbers of the first `n` samples of a group."""
+    first = group * MOST_SAMPLES
+    return range(first, first + n)
+
+
+def group_of(sample: int) -> int:
+    """The group of a sample."""
+    return sample // MOST_SAMPLES
+
+
+def place_of(sample: int) -> int:
+    """The place of a sample in its group, from 0."""
+    return sample % MOST_SAMPLES

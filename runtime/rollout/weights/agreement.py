@@ -1,0 +1,51 @@
+"""Words between the trainer that broadcasts new weights and the workers of the servers that take them.
+
+They are keys of the store through which all workers of a run have met. Every wait ends with the word, with anybody's
+failure of that update, or at a deadline.
+"""
+
+import time
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from realgraph.planner.request.engine_support import SGLANG_KIND
+
+_LOOK_SECONDS = (0.0005, 0.05)  # between two looks for a word: the first, and the longest
+_FAILED = "failed"
+
+
+class BroadcastFailed(Exception):
+    """A broadcast that somebody has given up; the text says who and why."""
+
+
+class UpdateWords:
+    """The words of one generate call. seconds: that one may be waited for. From any thread."""
+
+    def __init__(self, store: Store, call: str, seconds: float) -> None:
+        self._store, self.seconds = PrefixStore(f"{SGLANG_KIND}/{call}", store), seconds
+
+    def tell(self, update: int, word: str, value: str = "") -> None:
+        """Say a word about an update, once."""
+        self._store.set(f"{update}/{word}", value)
+
+    def hear(self, update: int, word: str, *, whatever_fails: bool = False) -> str:
+        """Wait for a word. whatever_fails: also of an update that somebody has given up. Raises BroadcastFailed."""
+        key, began, (pause, longest) = f"{update}/{word}", time.monotonic(), _LOOK_SECONDS
+        while not self._store.check([key]):
+            if not whatever_fails and (why := self.failure(update)) is not None:
+                raise BroadcastFailed(why)
+            if time.monotonic() - began > self.seconds:
+                raise BroadcastFailed(f"nobody has said {word!r} of update {update} in {self.seconds:.0f} s")
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        return self._store.get(key).decode()
+
+    def fail(self, update: int, why: str) -> None:
+        """Give an update by broadcast up, for all."""
+        if self.failure(update) is None:
+            self.tell(update, _FAILED, why)
+
+    def failure(self, update: int) -> str | None:
+        """Reason why somebody has given it up; None where nobody has."""
+        key = f"{update}/{_FAILED}"
+        return self._store.get(key).decode() if self._store.check([key]) else None

@@ -1,0 +1,33 @@
+"""Ages that tokens will have when they are trained, predicted from the lengths of groups that were trained. Pure.
+
+A token waits for the longest sample of its group, and then, with its group, for the step that trains it. How long the
+first takes, in steps, follows from the work in flight; the second is taken to be what it was.
+"""
+
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+
+class TrainedGroup(Struct, frozen=True, array_like=True):
+    """A group that a batch has taken."""
+
+    lengths: tuple[int, ...]  # new tokens of its samples
+    # The age of its last token, less the part of a step that had passed when it was drawn: a token that was drawn so
+    # many steps before, and a part, is a step older for each whole step.
+    waited: float
+
+
+def masked_share(groups: Iterable[TrainedGroup], bound: int, token_steps: float) -> float:
+    """Share of the tokens of these groups that would be trained more than `bound` steps late.
+
+    token_steps: steps that begin, on average, while the longest sample of a group gets a token; above 0.
+    """
+    n_old = n_tokens = 0.0
+    for group in groups:
+        young = max(0.0, bound - group.waited) / token_steps  # the last tokens of the longest sample
+        old = max(group.lengths) - young
+        for length in group.lengths:
+            n_tokens += length
+            n_old += min(float(length), max(0.0, old))
+    return n_old / n_tokens if n_tokens else 0.0

@@ -1,0 +1,44 @@
+"""The numbers of a run that bound its work in flight, before anything is measured."""
+
+import math
+
+from msgspec import Struct
+
+from realgraph.runtime.job.job import Job
+
+
+class ConcurrencySettings(Struct, frozen=True):
+    """The numbers that a run sets. slots: sequences that all engines run at once; infinite where nobody says. fixed:
+    the user says, and they are to be filled. surplus: groups begun beyond what batches need."""
+
+    per_batch: int
+    bound: int
+    ahead: int  # steps by which admission may run ahead: places for 1 + ahead batches
+    slots: float
+    samples_per_group: int
+    fixed: bool
+    n_engines: int = 1
+    surplus: int = 0
+
+    @property
+    def places(self) -> int:
+        """Groups that admission lets in at most."""
+        return (1 + self.ahead) * self.per_batch + self.surplus
+
+
+def settings_of(job: Job, n_engines: int) -> ConcurrencySettings | None:
+    """Those of a job that trains what makes the samples of its groups; None where its plan is synchronous. n_engines:
+    that make them."""
+    if not job.graph.generates or not job.plan.staleness:
+        return None
+    running = job.rollout.max_running or job.plan.allocations[job.graph.generates[0]].running
+    return ConcurrencySettings(
+        per_batch=job.batch.groups,
+        bound=job.staleness,
+        ahead=job.plan.staleness,
+        slots=running * n_engines if running else math.inf,
+        samples_per_group=job.graph.samples_per_group,
+        fixed=job.rollout.max_running is not None,
+        n_engines=n_engines,
+        surplus=job.batch.surplus,
+    )

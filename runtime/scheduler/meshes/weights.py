@@ -1,0 +1,104 @@
+"""The weights of the engines that make the samples of groups, one by one: who has newer ones than the others, who keeps
+older ones, which are on their way. Knows no turns and no sessions.
+"""
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+
+class WeightMove(Struct, frozen=True):
+    """A reallocation in flight: the version that it brings, to the copy of which call, on which of its workers."""
+
+    version: int
+    call: str
+    receivers: tuple[int, ...]
+
+
+class EngineWeightsImage(Struct, frozen=True):
+    """The same as plain data."""
+
+    moving: dict[int, WeightMove]
+    switched: dict[int, int]
+    kept: tuple[int, ...]
+    late: dict[int, int]
+    ranks: tuple[tuple[int, ...], ...]
+
+
+class EngineWeights:
+    """Reallocations in flight, by task, and what their engines have meanwhile. An engine is named by its head worker.
+
+    call: that makes the samples of groups, '' where none does; ranks: the workers of each of its engines, heads first.
+    """
+
+    def __init__(self, call: str, ranks: Sequence[tuple[int, ...]]) -> None:
+        self._call, self._ranks, self._all = call, tuple(ranks), tuple(ranks)
+        self.moving: dict[int, WeightMove] = {}
+        self.switched: dict[int, int] = {}  # engines that generate under newer weights than the others, which follow
+        self._kept: tuple[int, ...] = ()  # engines that evaluate, and so keep their weights
+        self.late: dict[int, int] = {}  # engines that have older weights than the others for that: their version
+
+    @property
+    def image(self) -> EngineWeightsImage:
+        """All that they have."""
+        return EngineWeightsImage(dict(self.moving), dict(self.switched), self._kept, dict(self.late), self._ranks)
+
+    def restore(self, image: EngineWeightsImage) -> None:
+        """Go on from an image."""
+        self.moving, self.switched = dict(image.moving), dict(image.switched)
+        self._kept, self.late, self._ranks = image.kept, dict(image.late), image.ranks
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """The engines that there are."""
+        return tuple([rank[0] for rank in self._ranks])
+
+    def lose(self, engine: int) -> None:
+        """An engine is gone."""
+        self._ranks = tuple([rank for rank in self._ranks if rank[0] != engine])
+        self._kept = tuple([one for one in self._kept if one != engine])
+        self.switched.pop(engine, None)
+        self.late.pop(engine, None)
+
+    def keep(self, engines: Sequence[int]) -> None:
+        """From now on just these engines keep the weights that they have, and take no new ones."""
+        self._kept = tuple(engines)
+
+    def load(self, engine: int, version: int, others: int) -> None:
+        """An engine that keeps its weights reads those of a checkpoint, which are no newer than the others' have."""
+        self.late.pop(engine, None)
+        if version < others:
+            self.late[engine] = version
+
+    @property
+    def resting(self) -> frozenset[int]:
+        """Engines that get no groups: those that have older weights than the others or evaluate alone."""
+        alone = len(self._kept) < len(self._ranks)
+        return frozenset((*self.late, *(self._kept if alone else ())))
+
+    def version(self, engine: int, others: int) -> int:
+        """The version that an engine has, where `others` have theirs."""
+        return self.switched.get(engine, self.late.get(engine, others))
+
+    @property
+    def settled(self) -> bool:
+        """True where all engines have the same weights, and no new ones are on their way."""
+        return not self.late and not any(move.call == self._call for move in self.moving.values())
+
+    def receivers(self, call: str, workers: tuple[int, ...], held: int, newest: int) -> tuple[int, ...]:
+        """Those of the workers of `call` whose copy is older than `newest`, but for engines that keep theirs. held: by
+        all engines but those that are late."""
+        if call != self._call or not (self._kept or self.late or self._ranks != self._all):
+            return workers if held < newest else ()
+        due = [rank for rank in self._ranks if rank[0] not in self._kept and self.late.get(rank[0], held) < newest]
+        return tuple([worker for rank in due for worker in rank])
+
+    def ended(self, task: int, before: int) -> int:
+        """A reallocation has ended; the version that its copy has now. before: what it had."""
+        move = self.moving.pop(task)
+        if move.call == self._call:
+            self.switched.clear()
+            others = [rank[0] for rank in self._ranks if rank[0] not in move.receivers]
+            late = {engine: self.late.get(engine, before) for engine in others}
+            self.late = {engine: version for engine, version in late.items() if version < move.version}
+        return move.version

@@ -1,0 +1,130 @@
+"""Reallocations of trained weights as one worker takes part in them: made once for each two layouts, counted, verified.
+
+Knows no engine: it asks for the trained parts that lie here, and gives those that come.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
+
+from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.spec import ModelRole
+from realgraph.planner.inputs.model_spec import Head, ModelSpec, spec_from_config
+from realgraph.planner.plan.layout import Layout
+from realgraph.runtime.engine import Parts, RolloutEngine, TrainEngine, WeightSpec
+from realgraph.runtime.job.engine_loss import expendable_workers
+from realgraph.runtime.job.job import Job
+from realgraph.runtime.models.weights import read_config, resolve
+from realgraph.runtime.parallel.checksums import Checksums
+from realgraph.runtime.parallel.cuts import layout_boxes
+from realgraph.runtime.parallel.exchange import Reallocation, WorkerParts, reallocation
+from realgraph.runtime.parallel.groups import Collectives
+from realgraph.runtime.parallel.mapped import MappedRoute
+from realgraph.runtime.parallel.shares import Shares, shares
+from realgraph.runtime.wire.protocol import ArrivedBytes
+
+
+def role_path(models: Mapping[str, ModelRole], role: str) -> str:
+    """The source of a role's first weights: its own path, or that of the role it starts as. Raises ConfigError."""
+    name: str | None = role
+    while name is not None:
+        path = models[name].path
+        if path is not None:
+            return path
+        name = models[name].init
+    text = f"the role {role!r} has no weights to start from"
+    raise ConfigError([Problem(Where(path=f"$.models.{role}.path"), text, "give it a path, or init: another role")])
+
+
+class Between(NamedTuple):
+    """The two sides of a reallocation: the role whose trained weights go, and the layouts; of the second side, too,
+    workers that each get all of them. receivers: those of the second that take part; None: all."""
+
+    role: str
+    layouts: tuple[Layout, Layout | tuple[int, ...]]
+    receivers: frozenset[int] | None = None
+
+
+class Moved(NamedTuple):
+    """A reallocation under way. parts: to be gone through to the end. sums: where it is verified, the checksums of what
+    came."""
+
+    route: MappedRoute
+    before: ArrivedBytes
+    parts: Parts
+    sums: Checksums | None = None
+
+    @property
+    def arrived(self) -> ArrivedBytes:
+        """Bytes that have come from other workers."""
+        after = self.route.arrivals.total
+        return ArrivedBytes(after.near - self.before.near, after.far - self.before.far)
+
+
+class Movement:
+    """The reallocations of one worker. Collective: senders and receivers of each use it alike.
+
+    trained: the engines here that have trained weights, by role.
+    """
+
+    def __init__(self, job: Job, worker: int, collectives: Collectives, trained: Mapping[str, TrainEngine]) -> None:
+        self._job, self._worker, self._member, self._trained = job, worker, collectives.member, trained
+        self._expendable = expendable_workers(job.graph, job.plan)
+        self._routes: dict[Between, _Route] = {}
+        self._n_begun: Counter[Between] = Counter()
+
+    @contextmanager
+    def moved(self, between: Between, source: TrainEngine | RolloutEngine) -> Iterator[Moved]:
+        """The parts that come to this worker, while it sends those that others lack. Where they are verified, checksums
+        are compared at the end.
+
+        source: the engine here that has the trained weights, else the one that they come to.
+        """
+        shapes = {spec.name: spec.shape for spec in source.weight_specs()}
+        moves, route, shown = self._route(between, source.weight_specs())
+        before, owner = route.arrivals.total, self._trained.get(between.role)
+        with owner.held_parts() if owner is not None else nullcontext({}) as held:
+            segment = owner.segment if owner is not None else None
+            place = WorkerParts(self._worker, source.device, held, moves.wants.get(self._worker, {}), segment)
+            self._n_begun[between] += 1
+            if not self._job.runtime.verifies(self._n_begun[between]):
+                yield Moved(route, before, route.bring(place))
+                return
+            sums = Checksums(moves, place, shapes, shown)
+            yield Moved(route, before, route.bring(place).through(sums.watch), sums)
+            route.lent += sums.compare(route.tell)
+
+    def settle(self, role: str) -> None:
+        """Before the trained weights of `role` change: wait until no other worker has them on loan. Raises
+        CollectiveError with the one that is gone or far behind."""
+        for between, route in self._routes.items():
+            if between.role == role:
+                route.mapped.settle()
+
+    def _route(self, between: Between, specs: Sequence[WeightSpec]) -> "_Route":
+        """A reallocation, its messages and shares alike on all workers; made once."""
+        if between not in self._routes:
+            shapes, (dtype,) = {spec.name: spec.shape for spec in specs}, {spec.dtype for spec in specs}
+            model = self._model_of(between.role)
+            moves = reallocation(shapes, dtype, between.layouts, self._member, model, between.receivers)
+            held = layout_boxes(shapes, between.layouts[0], model)
+            shown = shares(held, shapes) if self._job.runtime.verify_weights else {}
+            self._routes[between] = _Route(
+                moves, MappedRoute(moves, self._worker, self._member.host, self._expendable), shown
+            )
+        return self._routes[between]
+
+    def _model_of(self, role: str) -> tuple[ModelSpec, Head]:
+        """The shape of a role's model, which says how layouts cut it."""
+        config = read_config(resolve(role_path(self._job.graph.models, role)))
+        return spec_from_config(config, Where()), self._job.graph.models[role].head
+
+
+class _Route(NamedTuple):
+    """A reallocation: what goes to whom, how it gets to this worker, and the boxes that each sender's checksums are
+    of."""
+
+    moves: Reallocation
+    mapped: MappedRoute
+    shown: Shares

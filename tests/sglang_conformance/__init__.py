@@ -1,0 +1,1 @@
+"""SGLang's behaviour that realgraph builds on, for any server: the real one, and a stand-in for it."""

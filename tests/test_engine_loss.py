@@ -1,0 +1,121 @@
+"""Engines that die at random moments of simulated asynchronous runs, which go on without them."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from realgraph.runtime.commands.actions import Checkpointed, EngineLost, EvalEnded
+from realgraph.runtime.job.engine_loss import expendable_workers
+from realgraph.runtime.scheduler.scheduler import Scheduler
+from tests.generating import generating_graph
+from tests.resumed_runs import groups_of_steps
+from tests.schedulers import copied
+from tests.shapes import Shape, graph_of, job_of, plan_of, random_shape
+from tests.simulator import Simulator
+
+N_ENGINES = 4
+
+
+def shape_of(rng: random.Random) -> Shape:
+    """Any run with engines of its own."""
+    shape = random_shape(rng)
+    shape.algorithm, shape.n_workers, shape.split, shape.tp = "grpo", 2 * N_ENGINES, True, 1
+    shape.staleness, shape.spare, shape.steps = rng.choice([1, 2, 4]), 0, 8
+    shape.interrupt = rng.choice(["recompute", "keep_kv", "wait"])
+    return shape
+
+
+def test_engines_die_at_random_moments_and_no_group_is_lost_or_trained_twice() -> None:
+    """Each run loses up to all engines but one; where a step has begun that needs what an engine has, it ends."""
+    n_survived, n_ended, n_moved = 0, 0, 0
+    for seed in range(120):
+        rng = random.Random(seed)
+        shape = shape_of(rng)
+        simulator = Simulator(shape, rng)
+        assert expendable_workers(simulator.graph, simulator.job.plan) == set(range(N_ENGINES))
+        for engine in rng.sample(range(N_ENGINES), rng.randint(1, N_ENGINES - 1)):
+            simulator.run(simulator.n_events + rng.randint(1, 60))
+            if simulator.halt is None:
+                simulator.lose(engine)
+        simulator.run()
+        assert simulator.halt is not None
+        lost = [action for action in simulator.actions if isinstance(action, EngineLost)]
+        n_survived += len(lost)
+        n_moved += simulator.n_moved
+        if simulator.halt.error is not None:
+            n_ended += 1
+            assert simulator.halt.error.kind == "worker", simulator.halt
+            continue
+        trained = [group for groups in dict(groups_of_steps(simulator)).values() for group in groups]
+        assert max(Counter(trained).values()) == 1
+        state = simulator.scheduler.state
+        assert state.step == shape.steps
+        assert state.n_trained == len(trained) == shape.steps * shape.groups
+        if shape.eval_every:
+            ended = [action.step for action in simulator.actions if isinstance(action, EvalEnded)]
+            assert ended[-1] == shape.steps
+        if shape.overdue == "wait":
+            for step, groups in dict(groups_of_steps(simulator)).items():
+                assert all(
+                    step - simulator.oldest[group] // simulator.trains_of_generator <= shape.staleness
+                    for group in groups
+                )
+    assert n_survived > 100
+    assert n_moved > 200
+    assert n_ended < n_survived
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_sequences_of_the_data_go_along_with_the_groups_of_a_lost_engine(seed: int) -> None:
+    rng = random.Random(seed)
+    shape = shape_of(rng)
+    shape.algorithm, shape.again, shape.floating = "beside", False, False
+    graph = generating_graph(shape)
+    scheduler = Scheduler(job_of(shape, graph=graph), range(shape.n_workers), 1000, None, 5)
+    simulator = Simulator(shape, rng, scheduler, graph=graph)
+    simulator.run(rng.randint(1, 60))
+    simulator.lose(rng.randrange(N_ENGINES))
+    if simulator.halt is None:
+        simulator.run()
+        assert simulator.halt is not None and simulator.halt.error is None, simulator.halt
+        assert simulator.step == shape.steps
+
+
+def test_the_last_engine_and_workers_that_train_are_not_to_be_lost() -> None:
+    for victims in ([0, 1, 2, 3], [N_ENGINES]):
+        simulator = Simulator(Shape(n_workers=2 * N_ENGINES, split=True, staleness=2, steps=50), random.Random(2))
+        simulator.run(3)
+        for victim in victims:
+            assert simulator.halt is None
+            simulator.lose(victim)
+        assert simulator.halt is not None and simulator.halt.error is not None
+        assert f"worker {victims[-1]} was lost" in simulator.halt.reason
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_scheduler_that_has_lost_an_engine_goes_on_from_its_image(seed: int) -> None:
+    rng = random.Random(seed)
+    shape = shape_of(rng)
+    simulator = Simulator(shape, rng)
+    simulator.run(rng.randint(1, 60))
+    simulator.lose(1)
+    if simulator.halt is not None:
+        return
+    simulator.scheduler = copied(simulator.scheduler, shape)
+    halt = simulator.run()
+    assert halt is not None and halt.error is None, halt
+    assert isinstance(simulator.scheduler.state, Checkpointed)
+
+
+def test_only_engines_with_nothing_else_to_do_are_expendable() -> None:
+    for shape in (
+        Shape(n_workers=4, staleness=1),
+        Shape(n_workers=4, split=True),
+        Shape(n_workers=4, split=True, tp=2, staleness=1),
+        Shape(n_workers=4, split=True, staleness=1, algorithm="ppo"),
+        Shape(n_workers=4, split=True, staleness=1, algorithm="distill"),
+        Shape(n_workers=4, staleness=1, algorithm="sft"),
+    ):
+        graph = graph_of(shape)
+        assert not expendable_workers(graph, plan_of(shape, graph)), shape

@@ -1,0 +1,61 @@
+"""A real asynchronous run whose engines are killed: it goes on without the first, from its tokens, and not without the
+last."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from benchmarks.audit import judge_run
+from tests.runs import GRPO, finish, home, merged, records, start, write_run
+
+pytest.importorskip("torch")
+__all__ = ["home"]
+
+SLOW = """
+import time
+
+from rewards import score as quick
+
+def score(text: str, answer: str) -> float:
+    time.sleep(0.05)
+    return quick(text, answer)
+"""
+RUN = merged(
+    GRPO,
+    {
+        "steps": 100_000,
+        "staleness": 2,
+        "cluster": {"devices": 3},
+        "allocation": {"rollout": {"first": 0, "devices": 2, "dp": 2}, "train": {"first": 2, "devices": 1}},
+        "batch": {"max_new_tokens": 24},
+        "outputs": {"audit": True},
+        "calls": {"reward": {"fn": "slow:score", "timeout_seconds": 60}},
+    },
+)
+
+
+def test_a_run_goes_on_without_an_engine_that_is_killed_and_ends_with_the_last(home: Path) -> None:
+    """Worker 0 goes first, which had the rendezvous of all groups; what is trained is audited sample by sample. Steps
+    take as long as their rewards, so just after a step nothing has begun that needs what an engine has."""
+    (home / "slow.py").write_text(SLOW)
+    running = start(home, "run", str(write_run(home, "loss", RUN)), name="loss")
+    running.until_step(3)
+    os.kill(running.workers()[0], signal.SIGKILL)
+    running.until(lambda: "The run goes on with 1 of 2 engines" in running.output(), "the loss")
+    seen = len(records(home / "loss"))
+    running.until_step(seen + 6)
+    assert "worker 0 was lost: was killed by SIGKILL" in running.output()
+    assert " 0 are made again" in running.output()
+    assert any(record["metrics"].get("rollout/moved_tokens", 0.0) > 0 for record in records(home / "loss"))
+    os.kill(running.workers()[1], signal.SIGKILL)
+    assert running.wait() == 3, running.output()
+    assert "worker 1 was lost" in running.output()
+    n_steps = len(records(home / "loss"))
+    finish(home, "run", "--resume", str(home / "loss"), f"steps={n_steps + 3}", name="loss")
+    steps = records(home / "loss")
+    assert sorted({record["step"] for record in steps}) == list(range(n_steps + 3))
+    assert all(record["metrics"].get("train/update_gap", 0.0) < 1e-3 for record in steps)
+    judged = judge_run(home / "loss")
+    assert judged.problems == ()

@@ -1,0 +1,125 @@
+"""Real runs of graphs that generate more than once: the same numbers in any layout, after a resume, and at a bound."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs import BASE, copy_home, finish, home, numbers, records, write_run
+
+pytest.importorskip("torch")
+__all__ = ["home"]
+
+FUNCTIONS = '''
+def ask(prompt: str, text: str, template: str) -> str:
+    """In the vocabulary of the tests: digits, + and =."""
+    return f"{text[:2]}+{text[-2:]}="
+
+def read(text: str, low: float, high: float) -> float:
+    return sum(int(character) for character in text if character.isdigit()) % 7 / 7
+'''
+EVAL = {"every": 2, "data": {**BASE["data"], "path": "test.jsonl"}}
+REMAX: dict[str, Any] = {
+    "graph": "remax",
+    "params": {"reward_fn": "rewards:score", "lr": 3.0e-3, "group_size": 2, "kl_coef": 0.05},
+    "eval": EVAL,
+}
+JUDGE: dict[str, Any] = {
+    "graph": "judge",
+    "models": {"judge": {"path": "model"}},
+    "params": {"lr": 3.0e-3, "group_size": 4, "judge_tokens": 3},
+    "calls": {"question": {"fn": "judging:ask"}, "reward": {"fn": "judging:read"}},
+}
+GRAPHS = {"remax": REMAX, "judge": JUDGE}
+APART = {"rollout": {"first": 0, "devices": 1}, "train": {"first": 0, "devices": 1}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {"cluster": {"devices": 1}},
+    "all": {"allocation": {name: {"first": 0, "devices": 2} for name in ("rollout", "LATER", "train")}},
+    "apart": {"allocation": APART | {"LATER": {"first": 1, "devices": 1}}},
+}
+
+
+def run_of(home: Path, name: str, graph: str, *parts: dict[str, Any]) -> Path:
+    """A finished run of one of GRAPHS."""
+    (home / "judging.py").write_text(FUNCTIONS)
+    file = write_run(home, name, GRAPHS[graph], {"steps": 4, "checkpoint": {"every": 2, "keep": 9}}, *parts)
+    text = file.read_text().replace('"LATER"', '"greedy"' if graph == "remax" else '"judge"')
+    run = json.loads(text)
+    if graph == "judge":
+        del run["data"]["columns"]["answer"]
+    file.write_text(json.dumps(run))
+    finish(home, "run", str(file), name=name)
+    return home / name
+
+
+def lasting(folder: Path) -> dict[int, dict[str, float]]:
+    """The numbers of a run's steps, but for weights that are brought to copies: a resumed run loads these."""
+    steps = numbers(folder)
+    return {
+        step: {n: value for n, value in found.items() if not n.startswith("reallocate")}
+        for step, found in steps.items()
+    }
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_a_run_has_the_same_numbers_wherever_its_calls_lie(home: Path, graph: str) -> None:
+    runs = {layout: numbers(run_of(home, f"{graph}-{layout}", graph, LAYOUTS[layout])) for layout in LAYOUTS}
+    for layout, steps in runs.items():
+        assert sorted(steps) == [0, 1, 2, 3]
+        for step, metrics in runs["one"].items():
+            assert steps[step]["reward/reward"] == metrics["reward/reward"], (layout, step)
+            assert steps[step]["train/loss"] == pytest.approx(metrics["train/loss"], abs=1e-5), (layout, step)
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_a_resumed_run_ends_with_the_same_numbers_and_the_same_bytes(home: Path, tmp_path: Path, graph: str) -> None:
+    whole = run_of(home, f"{graph}-whole", graph, LAYOUTS["apart"])
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder, symlinks=True)
+    shutil.rmtree(folder / "checkpoints" / "step-000004")
+    (folder / "metrics.jsonl").unlink()
+    finish(home, "run", "--resume", str(folder), name=f"{graph}-whole")
+    found, expected = lasting(folder), lasting(whole)
+    assert found == {step: expected[step] for step in (2, 3)}
+    last = whole / "checkpoints" / "step-000004"
+    files = [path.relative_to(whole) for path in last.rglob("*") if path.is_file()]
+    assert files
+    for file in files:
+        assert (folder / file).read_bytes() == (whole / file).read_bytes(), file
+
+
+@pytest.mark.parametrize("interrupt", ["recompute", "wait"])
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_a_run_within_a_bound_trains_on_no_older_samples_than_it_allows(home: Path, graph: str, interrupt: str) -> None:
+    stale = {"staleness": 1, "overdue": "drop", "rollout": {"interrupt": interrupt}}
+    folder = run_of(home, f"{graph}-{interrupt}", graph, stale, LAYOUTS["apart"] if interrupt == "wait" else {})
+    assert max(metrics["staleness/max"] for metrics in numbers(folder).values()) <= 1
+
+
+def test_a_greedy_baseline_is_the_reward_of_the_greedy_response(home: Path) -> None:
+    """It is the same for the same prompt and weights: the evaluation, which decodes greedily, sees the very rewards."""
+    held_out = {**EVAL, "at_start": True, "data": {**BASE["data"], "path": "train.jsonl"}, "limit": 8}
+    folder = run_of(home, "remax-greedy", "remax", {"eval": held_out, "data": {"shuffle": False}, "steps": 1})
+    first = {record["step"]: record["metrics"] for record in records(folder, "eval")}[0]
+    assert numbers(folder)[0]["baseline/baseline"] == pytest.approx(first["reward"])
+
+
+def test_an_evaluation_by_the_text_of_a_later_call_is_refused(home: Path) -> None:
+    (home / "judging.py").write_text(FUNCTIONS)
+    file = write_run(home, "judge-eval", JUDGE, {"steps": 1, "eval": EVAL})
+    running = finish(home, "check", str(file), name="judge-eval", code=2)
+    assert "'reward' reads 'judge.text', but an evaluation generates by 'rollout' alone" in running.output()
+
+
+def test_a_prompt_that_can_not_be_used_is_named(home: Path, tmp_path: Path) -> None:
+    own = copy_home(home, tmp_path / "home")
+    (own / "judging.py").write_text(FUNCTIONS.replace('f"{text[:2]}+{text[-2:]}="', '""'))
+    file = write_run(own, "empty", JUDGE, {"steps": 1})
+    run = json.loads(file.read_text())
+    del run["data"]["columns"]["answer"]
+    file.write_text(json.dumps(run))
+    running = finish(own, "run", str(file), name="empty", code=3)
+    assert "the prompt of 'judge' for sample" in running.output()
+    assert "the prompt is empty" in running.output()
