@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,6 +25,7 @@ from realgraph.runtime.processes.host_id import host_id
 from realgraph.runtime.store import bundle
 from realgraph.runtime.store.bundle import AbsentError, PeerLostError, Route, SlowPeerError, TransferError
 from realgraph.runtime.store.local import connect_local
+from realgraph.runtime.store.remote import RemoteChannel
 from realgraph.runtime.store.store import Store
 from realgraph.runtime.store.transfer import DataPlane, GatherRequest, Values
 from realgraph.runtime.wire.curve import LOOPBACK, KeyPair, make_keys
@@ -201,6 +203,21 @@ def test_strangers_get_nothing(four: list[DataPlane]) -> None:
             assert connection.recv(100) == b""
         connection.close()
     assert torch.equal(four[0].gather_now([GatherRequest(1, "s", (0,))])["s"][0], torch.ones(3))
+
+
+def test_a_refusal_that_came_before_the_request_is_named_at_once(four: list[DataPlane]) -> None:
+    """The refusal takes the connection's queue away, so that the request finds no room for ever."""
+    with zmq.Context() as context:
+        channel = RemoteChannel(four[1].peer, make_keys(), context)
+        try:
+            last = time.monotonic() + 60
+            while channel._socket.poll(10, zmq.POLLOUT):
+                assert time.monotonic() < last
+                time.sleep(0.01)
+            with pytest.raises(PeerLostError, match="did not accept this worker: its key was refused"):
+                channel.ask((bundle.Item("s", (0,)),), bundle.Deadline(60))
+        finally:
+            channel.close()
 
 
 def test_a_peer_that_is_not_configured_yet_is_waited_for() -> None:

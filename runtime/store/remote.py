@@ -249,21 +249,29 @@ class RemoteChannel:
         self._socket.close(linger=0)
 
     def _send(self, request: Fetch | Credit | Deposit, deadline: Deadline) -> None:
-        self._socket.setsockopt(zmq.SNDTIMEO, max(1, int(deadline.left() * 1000)))
-        try:
-            self._socket.send(bundle.encode(request))
-        except zmq.Again:
-            raise deadline.slow(self._worker, "take a request") from None
+        """A connection whose key was refused takes nothing any more: the monitor says so, not the socket."""
+        body = bundle.encode(request)
+        while not deadline.passed:
+            with contextlib.suppress(zmq.Again):
+                self._socket.send(body, zmq.NOBLOCK)
+                return
+            self._wait(zmq.POLLOUT, deadline)
+        raise deadline.slow(self._worker, "take a request")
 
     def _receive(self, deadline: Deadline, doing: str) -> zmq.Frame:
         """The next frame; connection failures end the wait at once. Raises TransferError."""
         while not deadline.passed:
             with contextlib.suppress(zmq.Again):
                 return self._socket.recv(zmq.NOBLOCK, copy=False)
-            ready = dict(self._poller.poll(max(1, int(deadline.left() * 1000))))
-            if self._socket not in ready and self._monitor in ready:
-                self._check(parse_monitor_message(self._monitor.recv_multipart())["event"])
+            self._wait(zmq.POLLIN, deadline)
         raise deadline.slow(self._worker, doing)
+
+    def _wait(self, way: int, deadline: Deadline) -> None:
+        """Until the socket is ready that way, an event of the connection was handled or time is over."""
+        self._poller.modify(self._socket, way)
+        ready = dict(self._poller.poll(max(1, int(deadline.left() * 1000))))
+        if self._socket not in ready and self._monitor in ready:
+            self._check(parse_monitor_message(self._monitor.recv_multipart())["event"])
 
     def _check(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
