@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from realgraph.runtime.processes.processes import die_with_parent
 from realgraph.runtime.wire.curve import make_keys
 from realgraph.runtime.wire.frames import cut
 from tests.traces import shared_memory
-from tests.waiting import killed
+from tests.waiting import becomes_true, killed
 
 # --- entry points, which run in the workers ---------------------------------------------------------------------------
 
@@ -80,18 +80,12 @@ def _boots(folder: Path, n: int, threads: int = 1) -> list[WorkerBoot]:
 async def _start(folder: Path, n: int, entry: str, threads: int = 1) -> LocalFleet:
     fleet = await LocalLauncher().start(_boots(folder, n, threads), WorkerProgram(f"{__name__}:{entry}"), 60)
     if entry in ("sleep", "stubborn", "quitting"):
-        await _until(lambda: all((folder / "logs" / f"{i}.ready").exists() for i in range(n)))
+        await becomes_true(lambda: all((folder / "logs" / f"{i}.ready").exists() for i in range(n)))
     return fleet
 
 
 def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-async def _until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 def _alive(marker: str) -> list[int]:
@@ -193,7 +187,7 @@ def test_terminate_leaves_nothing(tmp_path: Path, entry: str, status: int) -> No
         assert len(_alive(str(tmp_path))) >= 2
         await fleet.terminate(0.3 if entry != "quitting" else 20.0)
         assert sorted([await fleet.wait_exit() for _ in range(2)]) == [(0, status), (1, status)]
-        await _until(lambda: not _alive(str(tmp_path)), 5)
+        await becomes_true(lambda: not _alive(str(tmp_path)), 5)
 
     asyncio.run(run())
 
@@ -207,9 +201,9 @@ def test_a_killed_worker_is_reported_at_once_with_its_family_gone(tmp_path: Path
         assert await asyncio.wait_for(fleet.wait_exit(), 20) == (1, -signal.SIGKILL)
         assert time.monotonic() - start < 2
         assert fleet.running == {0}
-        await _until(lambda: len(_alive(str(tmp_path))) == before // 2, 5)
+        await becomes_true(lambda: len(_alive(str(tmp_path))) == before // 2, 5)
         await fleet.terminate(0)
-        await _until(lambda: not _alive(str(tmp_path)), 5)
+        await becomes_true(lambda: not _alive(str(tmp_path)), 5)
 
     asyncio.run(run())
 
@@ -220,7 +214,7 @@ def test_a_killed_fork_server_takes_the_workers_with_it_and_is_noticed(tmp_path:
         os.kill(_parent(fleet.handles[0].pid), signal.SIGKILL)
         exits = sorted([await asyncio.wait_for(fleet.wait_exit(), 20) for _ in range(2)])
         assert exits == [(0, -signal.SIGKILL), (1, -signal.SIGKILL)]
-        await _until(lambda: not _alive(str(tmp_path)), 5)
+        await becomes_true(lambda: not _alive(str(tmp_path)), 5)
         await fleet.terminate(1)
 
     asyncio.run(run())

@@ -11,6 +11,7 @@ from realgraph.runtime.wire import protocol
 from realgraph.runtime.wire.curve import LOOPBACK, KeyPair, answer_zap, make_keys, secure_client
 from realgraph.runtime.wire.sockets import TransportError
 from realgraph.runtime.wire.transport import MasterSocket, WorkerSocket
+from tests.waiting import becomes_true
 
 
 def _hello(worker: int) -> protocol.Hello:
@@ -114,10 +115,12 @@ def test_without_the_runs_keys_nobody_gets_in(case: str, caplog: pytest.LogCaptu
             worker = WorkerSocket(0, master.address, make_keys(), keys.public)
             with pytest.raises(TransportError, match="its key was refused"):
                 await asyncio.wait_for(worker.receive(), 10)
+            with pytest.raises(TransportError, match="its key was refused"):  # the refusal took the queue away
+                await asyncio.wait_for(worker.send(_hello(0)), 10)
             await worker.close()
         elif case == "wrong master":
             worker = WorkerSocket(0, master.address, client, make_keys().public)
-            await asyncio.sleep(0.5)
+            await becomes_true(lambda: "was refused" in caplog.text)
             assert worker.lost_seconds > 0
             await worker.close()
         else:
@@ -125,9 +128,9 @@ def test_without_the_runs_keys_nobody_gets_in(case: str, caplog: pytest.LogCaptu
                 socket.linger = 0
                 socket.connect(master.address)
                 await socket.send(protocol.encode(_hello(0)))
-                await asyncio.sleep(0.5)
+                await becomes_true(lambda: "was refused" in caplog.text)
+        await becomes_true(lambda: "was refused" in caplog.text)
         assert not receiving.done()
-        assert "was refused" in caplog.text
         receiving.cancel()
         await master.close()
 

@@ -1,5 +1,6 @@
 """Waiting in tests for what another thread or process does, with an end."""
 
+import asyncio
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,13 @@ def until(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+async def becomes_true(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Raises TimeoutError where `holds` has not become true in time."""
+    async with asyncio.timeout(seconds):
+        while not holds():
+            await asyncio.sleep(0.01)
 
 
 @contextmanager

@@ -137,13 +137,18 @@ class SecureClient:
         return 0.0 if self.connected else time.monotonic() - self._since
 
     async def send(self, body: bytes, deadline_seconds: float = 30.0) -> None:
-        """Queue a message. Raises TransportError where the queue stays full until the deadline."""
+        """Queue a message. Raises TransportError where the queue stays full until the deadline, or the server has
+        refused this client's key, which takes the queue away."""
+        sending = asyncio.ensure_future(self._socket.send(body))
         try:
-            async with asyncio.timeout(deadline_seconds):
-                await self._socket.send(body)
-        except TimeoutError:
-            text = f"the master at {self.address} has taken no message for {deadline_seconds:g} s"
-            raise TransportError(text) from None
+            await asyncio.wait((sending, self._refusal), timeout=deadline_seconds, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                return sending.result()
+        finally:
+            sending.cancel()
+        if self._refusal.done():
+            raise self._refused()
+        raise TransportError(f"the master at {self.address} has taken no message for {deadline_seconds:g} s")
 
     async def receive(self) -> list[bytes]:
         """The frames of the next message. Raises TransportError where the server refused this client's key.
@@ -155,9 +160,12 @@ class SecureClient:
         receiving = self._receiving
         await asyncio.wait((receiving, self._refusal), return_when=asyncio.FIRST_COMPLETED)
         if not receiving.done():
-            raise TransportError(f"no connection to the master at {self.address}: {self._refusal.result()}")
+            raise self._refused()
         self._receiving = None
         return receiving.result()
+
+    def _refused(self) -> TransportError:
+        return TransportError(f"no connection to the master at {self.address}: {self._refusal.result()}")
 
     async def close(self) -> None:
         """Send what is queued (at most LINGER_MS), then hang up."""
