@@ -139,6 +139,8 @@ class SecureClient:
     async def send(self, body: bytes, deadline_seconds: float = 30.0) -> None:
         """Queue a message. Raises TransportError where the queue stays full until the deadline, or the server has
         refused this client's key, which takes the queue away."""
+        if self._refusal.done():
+            raise self._refused()
         sending = asyncio.ensure_future(self._socket.send(body))
         try:
             await asyncio.wait((sending, self._refusal), timeout=deadline_seconds, return_when=asyncio.FIRST_COMPLETED)
