@@ -42,7 +42,8 @@ def test_samples_under_way_go_on_as_the_run_file_says(home: Path, interrupt: str
     name = f"{interrupt}-{place}"
     (home / "notes.py").write_text(NOTES)
     term = {"note": {"kind": "apply", "fn": "notes:note", "reads": ["versions"], "args": {"run": name}}}
-    config = merged(RUN, {"rollout": {"interrupt": interrupt}, "calls": {"train": {"loss": {"terms": term}}}})
+    limits = {"interrupt": interrupt, "max_running": 4}  # generation, not training, is what takes the time
+    config = merged(RUN, {"rollout": limits, "calls": {"train": {"loss": {"terms": term}}}})
     where = {"allocation": APART} if place == "apart" else {"cluster": {"devices": 1}}
     finish(home, "run", str(write_run(home, name, config, where)), name=name)
     lines = [json.loads(line) for line in (home / f"{name}-versions").read_text().splitlines()]

@@ -294,7 +294,8 @@ def test_a_run_with_offloaded_states_trains_as_one_without(home: Path, sharding:
     }
     for name, away in (("plain", {}), ("away", AWAY)):
         train = {"train_actor": {**away.get("train_actor", {}), "sharding": sharding}}
-        finish(home, "run", str(write_run(home, f"{sharding}-{name}", base, {"allocation": {**away, **train}})))
+        pins = {**away, **train, "rollout": {"devices": 2}}  # the same samples draw the same tokens side by side
+        finish(home, "run", str(write_run(home, f"{sharding}-{name}", base, {"allocation": pins})))
     plan = json.loads((home / f"{sharding}-away" / "plan.json").read_text())
     assert [plan["allocations"][call]["residency"] for call in AWAY] == ["offloaded", "offloaded"]
     assert plan["allocations"]["train_actor"]["prefetch_during"] == "ref_logp"
