@@ -195,8 +195,8 @@ class Collection:
         if isinstance(reply, Generated) and reply.call in self._program.later:
             return self._later_ended(reply, now)
         version_per_step = self._trains_of(self._program.generate)
-        groups = [self._expect(number, reply.worker) for number in sorted(reply.groups)]
-        skipped = [self._expect(number, reply.worker) for number in reply.skipped]
+        groups = [self._ledger.made_by(number, reply.worker) for number in sorted(reply.groups)]
+        skipped = [self._ledger.made_by(number, reply.worker) for number in reply.skipped]
         samples = by_group(reply.samples, self._program.ids_of(reply.groups))
         self._answered(reply, now)
         for group in groups:
@@ -241,12 +241,6 @@ class Collection:
         if trains := self._trains_of(call.name):
             group.oldest = min(group.oldest, min(sample.oldest for sample in samples) // trains)
         group.samples = self._program.with_lengths(group.samples, call.name, samples)
-
-    def _expect(self, number: int, worker: int) -> Group:
-        group = self._ledger.live.get(number)
-        if group is None or group.owner != worker or group.samples:
-            raise UnexpectedReply(f"worker {worker} answered for group {number}, which it was not to make")
-        return group
 
     def _through(self, number: int, reply: Generated, bit: int) -> Group:
         """A group that a worker was to make samples of, by a later call, which has ended for it."""

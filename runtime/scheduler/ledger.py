@@ -12,6 +12,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from realgraph.runtime.commands.loads import UnexpectedReply
 from realgraph.runtime.scheduler.transitions import GroupEvent, GroupState, group_after
 from realgraph.runtime.wire.protocol import NOBODY, Sample
 
@@ -209,6 +210,13 @@ class Ledger:
             self.next_group += 1
         group = self.live[number] = Group(number, owner, version)
         self._count(version, 1)
+        return group
+
+    def made_by(self, number: int, worker: int) -> Group:
+        """The group that a worker was to make. Raises UnexpectedReply where it was not."""
+        group = self.live.get(number)
+        if group is None or group.owner != worker or group.samples:
+            raise UnexpectedReply(f"worker {worker} answered for group {number}, which it was not to make")
         return group
 
     def generated(self, group: Group, samples: tuple[Sample, ...], oldest: int) -> None:
