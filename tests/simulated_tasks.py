@@ -58,6 +58,7 @@ class SimulatedTasks:
         metrics: dict[str, Mean] | None = None,
         left_out: dict[int, tuple[int, ...]] | None = None,
         step: int = 0,
+        by_group: dict[int, dict[str, Mean]] | None = None,
     ) -> float:
         """`Done` after a random while, which is returned."""
         self.awaited.setdefault(task, set()).add(number)
@@ -76,7 +77,7 @@ class SimulatedTasks:
                 before()
 
         state = {"coef": float(step + 1)} if call == "advantage" else {}
-        done = Done(number, task, call, metrics or {}, state, left_out or {}, self.now, self.now + 1)
+        done = Done(number, task, call, metrics or {}, state, left_out or {}, by_group or {}, self.now, self.now + 1)
         seconds = self.seconds(f"{call} {step} {number}")
         self.plan(done, seconds, ended)
         return seconds

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from realgraph.graphs.graph import Graph
-from realgraph.graphs.spec import Inference, Train
+from realgraph.graphs.spec import Function, Inference, Train
 from realgraph.runtime.commands.actions import (
     Action,
     CheckpointWritten,
@@ -265,7 +265,10 @@ class Simulator(SimulatedRollouts):
             if isinstance(call, Train) and not self.awaited[command.task]:
                 self.versions[call.model] += 1
 
-        self.answer(number, command.task, command.call, ended, {"n": Mean(float(len(samples)))}, left_out, command.step)
+        n, of_groups = {"n": Mean(float(len(samples)))}, dict[int, dict[str, Mean]]()
+        if isinstance(call, Function) and call.over != "batch":
+            of_groups = {group: {"group": Mean(float(group))} for group in {group_of(sample) for sample in samples}}
+        self.answer(number, command.task, command.call, ended, n, left_out, command.step, of_groups)
 
     def check_mesh_call(self, number: int, command: Execute) -> None:
         if self.shape.kept == 0 and not self.frozen and len(self.graph.generates) < 2:
@@ -332,6 +335,18 @@ class Simulator(SimulatedRollouts):
         if batches:
             assert batches[0] == tuple(sample for group in sorted(trained) for sample in self.left(group))
         self.leaving.clear()
+        self.check_measured(ended, trained)
+
+    def check_measured(self, ended: StepEnded, trained: set[int]) -> None:
+        """Means of functions over a step's groups are in that step's metrics and in no other's; beside them there is
+        nothing but what was computed of discards."""
+        clean = self.scheduler._ledger.n_discarded == 0
+        for name in (name for name, call in self.graph.calls.items() if isinstance(call, Function)):
+            measured = ended.metrics.get(name, {}).get("group")
+            if measured is not None:
+                assert isinstance(measured, Mean)
+                beside = measured.total - sum(trained), measured.weight - len(trained)
+                assert beside == (0, 0) if clean else min(beside) >= 0, (name, ended.step, beside)
 
 
 def ended_steps(simulator: Simulator) -> list[StepEnded]:

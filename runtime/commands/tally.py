@@ -1,6 +1,6 @@
 """Reports of a step's calls: metrics merged over workers, when each call ran, samples to show, groups left out."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from msgspec import Struct
 
@@ -52,6 +52,12 @@ class StepTally:
                     span[0] = started
                 if ended > span[1]:
                     span[1] = ended
+
+    def add_groups(self, groups: Iterable[Mapping[str, Mapping[str, Metric]]]) -> None:
+        """Merge what was measured of groups, each by call."""
+        for metrics in groups:
+            for call, values in metrics.items():
+                self.add(call, values, 0.0, 0.0)
 
     def absorb(self, other: "StepTally") -> None:
         """Add all of another one."""

@@ -7,6 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 from realgraph.runtime.commands.tally import StepTally, TallyNumbers
+from realgraph.runtime.wire.protocol import Done, Mean
 
 TaskKind = Literal["stream", "call", "reallocate", "save", "evaluate"]
 
@@ -23,6 +24,7 @@ class TaskImage(Struct, frozen=True):
     deadline: float
     groups: tuple[int, ...]
     left_out: dict[int, tuple[int, ...]]
+    by_group: dict[int, dict[str, Mean]]
     state: dict[str, float]
     tally: int  # its number
 
@@ -37,10 +39,11 @@ class TasksImage(Struct, frozen=True):
 
 class Task:
     """One command to one or more workers. `groups`: of a streaming function, the groups it works on; `left_out`: the
-    samples of these that it has left out, by group."""
+    samples of these that it has left out, by group; `by_group`: what it has measured of each."""
 
     __slots__ = (
-        *("call", "deadline", "groups", "kind", "left_out", "number", "started", "state", "step", "tally", "waiting"),
+        *("by_group", "call", "deadline", "groups", "kind", "left_out", "number", "started", "state", "step", "tally"),
+        "waiting",
     )
 
     def __init__(self, number: int, kind: TaskKind, call: str, step: int) -> None:
@@ -50,8 +53,25 @@ class Task:
         self.started = self.deadline = 0.0
         self.groups: tuple[int, ...] = ()
         self.left_out: dict[int, tuple[int, ...]] = {}
+        self.by_group: dict[int, dict[str, Mean]] = {}
         self.state: dict[str, float] = {}
         self.tally = StepTally()
+
+    def answered(self, reply: Done) -> None:
+        """One of its workers has ended. A streaming function's groups keep what it has measured of them."""
+        self.waiting.discard(reply.worker)
+        name = "reallocate" if self.kind == "reallocate" else self.call
+        self.tally.add(name, reply.metrics, reply.started, reply.ended)
+        if reply.transcripts:
+            self.tally.transcripts.extend(reply.transcripts)
+        if reply.state:
+            self.state.update(reply.state)
+        if reply.left_out:
+            self.left_out.update(reply.left_out)
+        if reply.by_group and self.kind == "stream":
+            self.by_group.update(reply.by_group)
+        elif reply.by_group:
+            self.tally.add_groups([{name: metrics} for metrics in reply.by_group.values()])
 
 
 class Tasks:
@@ -137,6 +157,7 @@ class Tasks:
                 task.deadline,
                 task.groups,
                 dict(task.left_out),
+                dict(task.by_group),
                 dict(task.state),
                 tallies.of(task.tally),
             )
@@ -153,6 +174,7 @@ class Tasks:
             task = Task(entry.number, entry.kind, entry.call, entry.step)
             task.waiting, task.started, task.deadline = set(entry.waiting), entry.started, entry.deadline
             task.groups, task.left_out, task.state = entry.groups, dict(entry.left_out), dict(entry.state)
+            task.by_group = dict(entry.by_group)
             task.tally = tallies[entry.tally]
             self.flying[task.number] = task
             self._due.append((task.deadline, task.number, -1))

@@ -303,12 +303,8 @@ class Rollouts:
             return None
         started = max(self._reported, min(self._groups[group].started for group in done))
         samples = self._store([self._groups.pop(group) for group in sorted(done)])
-        new_tokens = float(sum(sample.n_new_tokens for sample in samples))
-        n, load = float(len(samples)), self.engine.status()
+        load = self.engine.status()
         metrics = {
-            "new_tokens": Mean(new_tokens, n),
-            "prompt_tokens": Mean(float(sum(s.n_tokens for s in samples)) - new_tokens, n),
-            "finished": Mean(float(sum(s.finished for s in samples)), n),
             "running": Mean(float(load.running), 1.0),
             "waiting": Mean(float(load.waiting), 1.0),
             "version": Mean(float(load.version), 1.0),
@@ -316,7 +312,7 @@ class Rollouts:
         if load.free_cache_tokens is not None:
             metrics["free_cache_tokens"] = Mean(float(load.free_cache_tokens), 1.0)
         if self._n_moved:
-            metrics["moved_tokens"], self._n_moved = Mean(float(self._n_moved), n), 0
+            metrics["moved_tokens"], self._n_moved = Mean(float(self._n_moved), float(len(samples))), 0
         self._reported = time.time()
         return Generated(
             worker=worker,

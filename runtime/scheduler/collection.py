@@ -203,6 +203,7 @@ class Collection:
             own = samples[group.id]
             oldest = min(sample.oldest for sample in own) // version_per_step if version_per_step else group.version
             self._ledger.generated(group, self._program.with_places(own), oldest)
+            group.note_lengths(self._program.generate, own)
             if self._concurrency is not None:
                 self._concurrency.generated(group.id, [sample.n_new_tokens for sample in own], version, now)
         if isinstance(reply, Generated):
@@ -241,6 +242,7 @@ class Collection:
         if trains := self._trains_of(call.name):
             group.oldest = min(group.oldest, min(sample.oldest for sample in samples) // trains)
         group.samples = self._program.with_lengths(group.samples, call.name, samples)
+        group.note_lengths(call.name, samples)
 
     def _through(self, number: int, reply: Generated, bit: int) -> Group:
         """A group that a worker was to make samples of, by a later call, which has ended for it."""
@@ -261,7 +263,9 @@ class Collection:
             group.running -= 1
             group.done |= bit
             group.left_out += task.left_out.get(number, ())
+            group.metrics[task.call] = task.by_group.get(number, {})
             if number in self._leaving:
+                self.tally.add(task.call, group.metrics[task.call], 0.0, 0.0)
                 gone += [] if group.running else [self._leaving.pop(number)]
             elif len(group.kept) >= self._program.least_samples:
                 alive.append(group)
@@ -270,6 +274,8 @@ class Collection:
         return [*drops_of(gone), *self._advance(alive, now)]
 
     def _left(self, groups: Sequence[Group], now: float) -> None:
+        """No batch takes these: what was measured of them counts for the step whose batch is being made."""
+        self.tally.add_groups([group.metrics for group in groups])
         if self._concurrency is not None:
             self._concurrency.left([group.id for group in groups], now)
 

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from realgraph.runtime.commands.loads import UnexpectedReply
 from realgraph.runtime.scheduler.transitions import GroupEvent, GroupState, group_after
-from realgraph.runtime.wire.protocol import NOBODY, Sample
+from realgraph.runtime.wire.protocol import NOBODY, Mean, Sample
 
 Overdue = Literal["mask", "wait", "drop", "allow"]
 LEFT_TO_DO = {GroupState.ADMITTED: 0, GroupState.GENERATED: 1, GroupState.READY: 2}  # the most first
@@ -35,6 +35,7 @@ class GroupImage(Struct, frozen=True):
     makers: dict[str, int] = {}
     left_out: tuple[int, ...] = ()
     keeper: int = NOBODY
+    metrics: dict[str, dict[str, Mean]] = {}
 
 
 class LedgerImage(Struct, frozen=True):
@@ -56,11 +57,12 @@ class Group:
     launched and done are bit sets over the graph's streaming calls; `running` counts those now at work. makers: later
     generate call -> the worker that makes its samples. left_out: numbers of samples that no batch takes; all streaming
     calls see the group whole, so it does not matter which of them come first. keeper: the worker that keeps its tokens.
+    metrics: call -> name -> over its samples, those left out too; they count for the step that trains it.
     """
 
     __slots__ = (
-        *("done", "id", "keeper", "launched", "left_out", "makers", "oldest", "owner", "running", "samples", "state"),
-        "version",
+        *("done", "id", "keeper", "launched", "left_out", "makers", "metrics", "oldest", "owner", "running"),
+        *("samples", "state", "version"),
     )
 
     def __init__(self, number: int, owner: int, version: int) -> None:
@@ -71,6 +73,7 @@ class Group:
         self.makers: dict[str, int] = {}
         self.left_out: tuple[int, ...] = ()
         self.keeper = NOBODY
+        self.metrics: dict[str, dict[str, Mean]] = {}
 
     def move(self, event: GroupEvent) -> None:
         """Take `event` in its life. Raises IllegalTransition."""
@@ -92,6 +95,7 @@ class Group:
             dict(self.makers),
             self.left_out,
             self.keeper,
+            dict(self.metrics),
         )
 
     @staticmethod
@@ -101,14 +105,25 @@ class Group:
         group.oldest, group.state, group.samples = image.oldest, image.state, image.samples
         group.launched, group.done, group.running = image.launched, image.done, image.running
         group.makers, group.left_out, group.keeper = dict(image.makers), image.left_out, image.keeper
+        group.metrics = dict(image.metrics)
         return group
 
     def go_on(self, worker: int) -> None:
         """Another worker goes on with it, from the tokens that are known there; nothing else of it is left."""
         self.version = self.age_version
         self.move(GroupEvent.MOVED)
-        self.owner, self.samples, self.makers, self.left_out = worker, (), {}, ()
+        self.owner, self.samples, self.makers, self.left_out, self.metrics = worker, (), {}, (), {}
         self.launched = self.done = self.running = 0
+
+    def note_lengths(self, call: str, samples: Sequence[Sample]) -> None:
+        """A generate call has made these of it; `call` is '' where they were loaded."""
+        if call:
+            n, new_tokens = float(len(samples)), float(sum(sample.n_new_tokens for sample in samples))
+            self.metrics[call] = {
+                "new_tokens": Mean(new_tokens, n),
+                "prompt_tokens": Mean(float(sum(sample.n_tokens for sample in samples)) - new_tokens, n),
+                "finished": Mean(float(sum(sample.finished for sample in samples)), n),
+            }
 
     @property
     def kept(self) -> tuple[Sample, ...]:

@@ -180,17 +180,9 @@ class Scheduler:
         task = self._tasks.flying.get(reply.task)
         if task is None or reply.worker not in task.waiting:
             raise UnexpectedReply(f"worker {reply.worker} answered task {reply.task}, which it was not given")
-        task.waiting.discard(reply.worker)
+        task.answered(reply)
         if task.kind != "stream" and reply.worker in self._tasks.watches:
             self._tasks.watch(reply.worker, now, self._collection.limit_seconds)  # it goes on generating from here
-        name = "reallocate" if task.kind == "reallocate" else task.call
-        task.tally.add(name, reply.metrics, reply.started, reply.ended)
-        if reply.transcripts:
-            task.tally.transcripts.extend(reply.transcripts)
-        if reply.state:
-            task.state.update(reply.state)
-        if reply.left_out:
-            task.left_out.update(reply.left_out)
         if task.waiting:
             moved = task.kind == "reallocate" and self._devices.answered(task, reply.worker)
             return self._pump(now) if moved else []

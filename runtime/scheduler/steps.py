@@ -122,6 +122,7 @@ class OpenSteps:
             return None
         del self._open[self.completed]
         self.completed += 1
+        step.tally.add_groups([group.metrics for group in step.batch.groups])
         return step.batch, step.tally
 
     # --- a worker is lost ---------------------------------------------------------------------------------------------

@@ -325,6 +325,7 @@ class Done(_Message, frozen=True, gc=False):
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     state: dict[str, float] = field(default_factory=dict)  # the call's carried numbers after it
     left_out: dict[int, tuple[int, ...]] = field(default_factory=dict)  # group -> samples, by a call that writes `keep`
+    by_group: dict[int, dict[str, Mean]] = field(default_factory=dict)  # what a function has measured of each group
     started: float = 0.0
     ended: float = 0.0
     transcripts: tuple[str, ...] = ()

@@ -145,7 +145,8 @@ class SecureClient:
         try:
             await asyncio.wait((sending, self._refusal), timeout=deadline_seconds, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
-                return sending.result()
+                sending.result()
+                return
         finally:
             sending.cancel()
         if self._refusal.done():

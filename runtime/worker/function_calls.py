@@ -50,16 +50,19 @@ class FunctionCalls:
         for result in results:
             if result.error and call.on_error == "fail":
                 raise FunctionFailed(result)
-        left_out, metrics = self._put(command.call, units, results)
+        left_out, means = self._put(command.call, units, results)
         if call.on_error == "score":  # those without a failure count, too: it is a share of all units of the step
-            n_failed = sum(bool(result.error) for result in results)
-            metrics["failed"] = Mean(float(n_failed), float(len(results)))
+            failed = {unit.samples[0]: bool(result.error) for unit, result in zip(units, results, strict=True)}
+            means["failed"] = _of_groups(failed, {unit.samples[0]: unit.groups[0] for unit in units})
+        whole = call.over == "batch"
+        of_batch = {name: sum(by_group.values(), Mean(0.0, 0.0)) for name, by_group in means.items()}
         return Done(
             worker=self._worker,
             task=command.task,
             call=command.call,
-            metrics=metrics,
+            metrics=of_batch if whole else {},
             left_out=left_out,
+            by_group={} if whole else _transposed(means),
             started=started,
             ended=time.time(),
             arrived=self._assembler.arrived(command.sources, values),
@@ -100,13 +103,15 @@ class FunctionCalls:
 
     def _put(
         self, name: str, units: Sequence[Unit], results: Sequence[UnitResult]
-    ) -> tuple[dict[int, tuple[int, ...]], dict[str, Mean]]:
-        """Store what the units gave; (samples that the call leaves out by group, means of the numbers for the
-        metrics)."""
+    ) -> tuple[dict[int, tuple[int, ...]], dict[str, dict[int, Mean]]]:
+        """Store what the units gave; (samples that the call leaves out by group, means of the numbers for the metrics:
+        name -> group)."""
         call = self._graph.calls[name]
         assert isinstance(call, Function)
         left_out: dict[int, tuple[int, ...]] = {}
-        metrics: dict[str, Mean] = {}
+        means: dict[str, dict[int, Mean]] = {}
+        members = {sample: group for unit in units for sample, group in zip(unit.samples, unit.groups, strict=True)}
+        groups = dict(zip(members.values(), members.values(), strict=True))
         for key in self._graph.writes[name]:
             kind = self._graph.keys[key].type
             column: dict[int, Any] = {}
@@ -116,8 +121,25 @@ class FunctionCalls:
             if key == KEEP:
                 left_out = _left_out(units, column, by_group=kind.level == "group")
             if kind.level != "token" and kind.dtype in ("bool", "int32", "int64", "float32", "float64"):
-                metrics[key] = Mean(float(sum(column.values())), float(len(column)))
-        return left_out, metrics
+                means[key] = _of_groups(column, groups if kind.level == "group" else members)
+        return left_out, means
+
+
+def _of_groups(column: Mapping[int, float], groups: Mapping[int, int]) -> dict[int, Mean]:
+    """Group -> the mean over it. groups: what the column goes by -> group."""
+    found: dict[int, Mean] = {}
+    for number, value in column.items():
+        group = groups[number]
+        found[group] = found.get(group, Mean(0.0, 0.0)) + Mean(float(value))
+    return found
+
+
+def _transposed(means: Mapping[str, Mapping[int, Mean]]) -> dict[int, dict[str, Mean]]:
+    found: dict[int, dict[str, Mean]] = {}
+    for name, by_group in means.items():
+        for group, mean in by_group.items():
+            found.setdefault(group, {})[name] = mean
+    return found
 
 
 def _left_out(units: Sequence[Unit], keep: Mapping[int, Any], *, by_group: bool) -> dict[int, tuple[int, ...]]:
