@@ -3,6 +3,9 @@ last."""
 
 import os
 import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,10 +18,15 @@ __all__ = ["home"]
 
 SLOW = """
 import time
+from pathlib import Path
 
 from rewards import score as quick
 
+HOLD = Path(__file__).parent / "hold"
+
 def score(text: str, answer: str) -> float:
+    while HOLD.exists():
+        time.sleep(0.05)
     time.sleep(0.05)
     return quick(text, answer)
 """
@@ -36,14 +44,33 @@ RUN = merged(
 )
 
 
+@contextmanager
+def holding(home: Path) -> Iterator[None]:
+    """No reward is there any more meanwhile."""
+    (home / "hold").touch()
+    try:
+        yield
+    finally:
+        (home / "hold").unlink()
+
+
+def stands_still(run: Path) -> bool:
+    """True where no step ends for so long that engines tell each other twice what they have drawn."""
+    before = len(records(run))
+    time.sleep(2.5)
+    return len(records(run)) == before
+
+
 def test_a_run_goes_on_without_an_engine_that_is_killed_and_ends_with_the_last(home: Path) -> None:
-    """Worker 0 goes first, which had the rendezvous of all groups; what is trained is audited sample by sample. Steps
-    take as long as their rewards, so just after a step nothing has begun that needs what an engine has."""
+    """Worker 0 goes first, which had the rendezvous of all groups; what is trained is audited sample by sample. It goes
+    while all groups wait for their rewards: others know their tokens, and no step has begun that needs what it has."""
     (home / "slow.py").write_text(SLOW)
     running = start(home, "run", str(write_run(home, "loss", RUN)), name="loss")
     running.until_step(3)
-    os.kill(running.workers()[0], signal.SIGKILL)
-    running.until(lambda: "The run goes on with 1 of 2 engines" in running.output(), "the loss")
+    with holding(home):
+        running.until(lambda: stands_still(home / "loss"), "the last step whose rewards are there")
+        os.kill(running.workers()[0], signal.SIGKILL)
+        running.until(lambda: "The run goes on with 1 of 2 engines" in running.output(), "the loss")
     seen = len(records(home / "loss"))
     running.until_step(seen + 6)
     assert "worker 0 was lost: was killed by SIGKILL" in running.output()

@@ -141,7 +141,7 @@ def test_a_kept_launcher_has_one_fork_server_for_all_runs_and_leaves_nothing(tmp
         servers.update(_parent(handle.pid) for handle in fleet.handles.values())
         await fleet.terminate(0)
         assert not fleet.running
-        assert not _alive(str(folder))
+        await becomes_true(lambda: not _alive(str(folder)))  # the workers' own children follow them
 
     with closing(KeptLauncher(program, 1)) as launcher:
         asyncio.run(launcher.call(_note, str(tmp_path / "called").encode(), log))
