@@ -14,6 +14,11 @@ from realgraph.planner.inputs.model_spec import LatentAttention, ModelSpec, know
 HOST = Probe(cores=2, host_memory_bytes=0)
 
 
+def known(name: str) -> ModelSpec:
+    """The shape of a model of the shipped table."""
+    return spec_from_config(known_models()[name], Where())
+
+
 def gpt(hidden: int, layers: int, heads: int, vocab: int = 51200) -> ModelSpec:
     """A decoder of GPT-2's kind: an MLP of two matrices, four times as wide; tied embeddings."""
     return ModelSpec("llama", hidden, layers, heads, heads, hidden // heads, 4 * hidden, vocab, True, 0, mlp_matrices=2)
@@ -46,24 +51,7 @@ MPT = {
     "30b": (7168, 48, 56),
     "70b": (8192, 80, 64),
 }
-DEEPSEEK_V3 = ModelSpec(  # arXiv:2412.19437, sec. 4.2
-    architecture="llama",
-    hidden=7168,
-    layers=61,
-    heads=128,
-    kv_heads=128,
-    head_dim=128,
-    intermediate=18432,
-    vocab=129280,
-    tied=False,
-    max_positions=163840,
-    experts=256,
-    experts_per_token=8,
-    expert_intermediate=2048,
-    expert_layers=58,
-    shared_intermediate=2048,
-    latent=LatentAttention(1536, 512, 64, 128),
-)
+DEEPSEEK_V3 = known("deepseek-ai/DeepSeek-V3")
 KIMI_K2 = replace(DEEPSEEK_V3, heads=64, kv_heads=64, vocab=163840, experts=384, expert_layers=60)  # arXiv:2507.20534
 MOONLIGHT = replace(  # arXiv:2502.16982
     DEEPSEEK_V3,
@@ -80,24 +68,7 @@ MOONLIGHT = replace(  # arXiv:2502.16982
     shared_intermediate=2816,
     latent=LatentAttention(0, 512, 64, 128),
 )
-GPT_OSS = ModelSpec(  # openai/gpt-oss-120b, config.json
-    architecture="llama",
-    hidden=2880,
-    layers=36,
-    heads=64,
-    kv_heads=8,
-    head_dim=64,
-    intermediate=2880,
-    vocab=201088,
-    tied=False,
-    max_positions=131072,
-    qkv_bias=True,
-    out_bias=True,
-    experts=128,
-    experts_per_token=4,
-    expert_intermediate=2880,
-    expert_layers=36,
-)
+GPT_OSS = known("openai/gpt-oss-120b")
 GLM_AIR = ModelSpec(  # zai-org/GLM-4.5-Air, config.json
     architecture="llama",
     hidden=4096,
@@ -198,7 +169,7 @@ NAMED = (
     (r"kimi.?k2|kimi-k2", KIMI_K2),
     (r"moonlight", MOONLIGHT),
     (r"gpt.?oss.?120", GPT_OSS),
-    (r"gpt.?oss.?20", replace(GPT_OSS, layers=24, experts=32, expert_layers=24)),
+    (r"gpt.?oss.?20", known("openai/gpt-oss-20b")),
     (r"intellect-3|glm-?4.5-air", GLM_AIR),
     (r"llama.?-?2?[_ -]3[34]b", LLAMA_34B),
     (

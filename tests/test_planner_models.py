@@ -30,6 +30,10 @@ BASE = {
     "pad_token_id": 0,
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {
+    **{"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    **{"kv_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 10, "v_head_dim": 14, "n_group": 2},
+}
 SHAPES: list[tuple[str, dict[str, Any]]] = [
     *((kind, {}) for kind in ARCHITECTURES if kind != "qwen3_moe"),
     *(
@@ -45,6 +49,12 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"num_key_value_heads": 1}),
     ("qwen2", {"num_key_value_heads": None}),
     ("mixtral", {"num_local_experts": 6, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    (
+        "gpt_oss",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "attention_bias": False, "tie_word_embeddings": True},
+    ),
+    ("deepseek_v3", {**LATENT, "q_lora_rank": None}),
+    ("deepseek_v3", {**LATENT, "q_lora_rank": 20, "attention_bias": True, "first_k_dense_replace": 1}),
     ("qwen3_moe", {**EXPERTS, "num_key_value_heads": 2}),
     ("qwen3_moe", {**EXPERTS, "num_key_value_heads": 2, "mlp_only_layers": [0]}),
     ("qwen3_moe", {**EXPERTS, "num_key_value_heads": 4, "decoder_sparse_step": 2, "head_dim": 32}),
@@ -166,7 +176,7 @@ def test_an_unreadable_config_is_refused(text: str, tmp_path: Path) -> None:
         load_model_spec(str(tmp_path), Where())
 
 
-@pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-V3.1-Base", "Qwen/Qwen3-9B"])
+@pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-V2", "deepseek-ai/DeepSeek-V2.5-1210", "Qwen/Qwen3-9B"])
 def test_another_model_is_no_spelling(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_model_spec(name, Where(), tmp_path)
@@ -175,6 +185,6 @@ def test_another_model_is_no_spelling(name: str, tmp_path: Path) -> None:
 
 def test_a_long_common_beginning_alone_is_no_slip() -> None:
     known = ["deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "train_actor", "temperature"]
-    assert "did you mean" not in suggest("deepseek-ai/DeepSeek-V3", known)
+    assert "did you mean" not in suggest("deepseek-ai/DeepSeek-V2", known)
     assert suggest("temprature", known) == "did you mean 'temperature'?"
     assert suggest("train_actr", known) == "did you mean 'train_actor'?"

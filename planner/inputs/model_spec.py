@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -13,17 +13,22 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
 from realgraph.planner.inputs.shipped import shipped_table
 
-Architecture = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text"]
-ARCHITECTURES: tuple[str, ...] = get_args(Architecture)
+Trained = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text"]
+Architecture = Literal[Trained, "gpt_oss", "deepseek_v3"]
+ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
+TRAINED: tuple[Trained, ...] = get_args(Trained)  # those that the embedded engines know
 Head = Literal["lm", "value", "score"]
 Count = Annotated[int, Meta(ge=1)]
 _NUMBERS = re.compile(r"\d+")  # in a name: of the version, and of the size
 # KV heads where a config.json does not say: the defaults of transformers' configuration classes.
 KV_HEADS = {
     **{"qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "mistral": 8, "mixtral": 8},
-    **{"gemma": 16, "gemma2": 4, "gemma3_text": 4},
+    **{"gemma": 16, "gemma2": 4, "gemma3_text": 4, "gpt_oss": 8},
 }
-EXPERTS = {"qwen3_moe": (128, 8), "mixtral": (8, 2)}  # of a layer and of a token, likewise
+# of a layer and of a token, likewise
+EXPERTS = {"qwen3_moe": (128, 8), "mixtral": (8, 2), "gpt_oss": (128, 4), "deepseek_v3": (256, 8)}
+EXPERT_WIDTH = {"qwen3_moe": 768, "deepseek_v3": 2048}  # where it is not that of an MLP, likewise
+HEAD_DIM = {"gemma": 256, "gemma2": 256, "gemma3_text": 256, "qwen3": 128, "gpt_oss": 64}  # likewise
 
 
 class LatentAttention(Struct, frozen=True):
@@ -38,7 +43,8 @@ class LatentAttention(Struct, frozen=True):
 class ModelSpec(Struct, frozen=True, cache_hash=True):
     """Dimensions of a decoder: sizes in elements. Expert layers have no dense MLP.
 
-    qkv_bias, out_bias and mlp_bias say which linear layers carry a bias. Facts by architecture: transformers 5,
+    qkv_bias, out_bias, mlp_bias and expert_bias (the router's and the experts') say which linear layers carry a bias.
+    Facts by architecture: transformers 5,
     modeling_<architecture>.py.
     """
 
@@ -64,6 +70,8 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
     mlp_matrices: int = 3  # 3 where an MLP is gated, else 2
     shared_intermediate: int = 0  # width of what every token passes beside its experts
     latent: LatentAttention | None = None
+    expert_bias: bool = False
+    sinks: bool = False  # each head has a logit that takes part in the softmax and adds nothing
 
     def attention_params(self) -> int:
         """Parameters of one layer's attention."""
@@ -72,7 +80,7 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         matrices = 2 * self.hidden * query + 2 * self.hidden * key
         biases = self.qkv_bias * (query + 2 * key) + self.out_bias * self.hidden
-        return matrices + biases + self.qk_norm * 2 * self.head_dim
+        return matrices + biases + self.qk_norm * 2 * self.head_dim + self.sinks * self.heads
 
     def _latent_params(self, latent: LatentAttention) -> int:
         key = self.head_dim + latent.rope_dim
@@ -80,7 +88,8 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
         queries = self.hidden * latent.query_rank + latent.query_rank + inward * self.heads * key
         down = self.hidden * (latent.kv_rank + latent.rope_dim) + latent.kv_rank
         up = latent.kv_rank * self.heads * (self.head_dim + latent.value_dim)
-        return queries + down + up + self.heads * latent.value_dim * self.hidden
+        biases = self.qkv_bias * (latent.query_rank + latent.kv_rank + latent.rope_dim) + self.out_bias * self.hidden
+        return queries + down + up + self.heads * latent.value_dim * self.hidden + biases
 
     def attention_width(self) -> int:
         """Such that attention takes 4 operations an element for each token and position that it sees."""
@@ -108,7 +117,8 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
 
     def expert_params(self) -> int:
         """Parameters of one expert."""
-        return 3 * self.hidden * self.expert_intermediate
+        biases = self.expert_bias * (2 * self.expert_intermediate + self.hidden)
+        return 3 * self.hidden * self.expert_intermediate + biases
 
     def routed_params(self) -> int:
         """Parameters of all routed experts of all layers: what expert parallelism cuts."""
@@ -127,18 +137,18 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
     def n_params(self, head: Head = "lm") -> int:
         """Parameters of the whole model, a tied embedding counted once."""
         dense = (self.layers - self.expert_layers) * self.mlp_params()
-        sparse = self.expert_layers * (self.experts * (self.expert_params() + self.hidden) + self._shared_expert())
+        sparse = self.expert_layers * (self.experts * self.expert_params() + self._common_params())
         return self.vocab * self.hidden + self._shared_params() + dense + sparse + self.head_params(head)
 
     def active_params(self) -> int:
         """Parameters that one token multiplies in the layers: no embedding, no head, its own experts only."""
         dense = (self.layers - self.expert_layers) * self.mlp_params()
-        per_token = self.experts_per_token * self.expert_params() + self.experts * self.hidden + self._shared_expert()
+        per_token = self.experts_per_token * self.expert_params() + self._common_params()
         return self._shared_params() + dense + self.expert_layers * per_token
 
     def layer_params(self) -> int:
         """Parameters of the largest layer: what FSDP gathers at once."""
-        routed = self.experts * (self.expert_params() + self.hidden) + self._shared_expert()
+        routed = self.experts * self.expert_params() + self._common_params()
         sparse = routed if self.expert_layers else 0
         dense = self.mlp_params() if self.expert_layers < self.layers else 0
         return self.attention_params() + self.norms * self.hidden + max(sparse, dense)
@@ -147,9 +157,9 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
         """Floating-point operations of the head's forward pass for one token."""
         return 2 * self.hidden * (self.vocab if head == "lm" else 1)
 
-    def _shared_expert(self) -> int:
-        """Parameters of the MLP that every token passes beside its experts."""
-        return 3 * self.hidden * self.shared_intermediate
+    def _common_params(self) -> int:
+        """Parameters of a layer of experts that every token passes: the router, and the MLP beside the experts."""
+        return self.experts * (self.hidden + self.expert_bias) + 3 * self.hidden * self.shared_intermediate
 
     def _shared_params(self) -> int:
         """Attention and norms of every layer, and the last norm."""
@@ -173,14 +183,23 @@ class _Config(Struct, frozen=True):
     head_dim: Count | None = None
     max_position_embeddings: Count | None = None
     tie_word_embeddings: bool | None = None
-    attention_bias: bool = False
+    attention_bias: bool | None = None
     mlp_bias: bool = False
     num_experts: Annotated[int, Meta(ge=0)] | None = None
     num_local_experts: Annotated[int, Meta(ge=0)] | None = None
     num_experts_per_tok: Count | None = None
-    moe_intermediate_size: Count = 768
+    moe_intermediate_size: Count | None = None
     decoder_sparse_step: Count = 1
     mlp_only_layers: tuple[int, ...] | None = None
+    # of DeepSeek-V3, with the defaults of transformers' class
+    n_routed_experts: Annotated[int, Meta(ge=0)] | None = None
+    n_shared_experts: Annotated[int, Meta(ge=0)] = 1
+    first_k_dense_replace: Annotated[int, Meta(ge=0)] = 3
+    q_lora_rank: Count | None = 1536
+    kv_lora_rank: Count = 512
+    qk_rope_head_dim: Count = 64
+    qk_nope_head_dim: Count = 128
+    v_head_dim: Count = 128
 
 
 def spec_from_config(config: Mapping[str, Any], where: Where) -> ModelSpec:
@@ -205,8 +224,9 @@ def spec_from_config(config: Mapping[str, Any], where: Where) -> ModelSpec:
 
 def _spec(kind: Architecture, config: _Config) -> ModelSpec:
     gemma = kind in ("gemma", "gemma2", "gemma3_text")
-    biased = kind == "qwen2" or (kind not in ("mistral", "mixtral") and config.attention_bias)
-    fixed_head_dim = 256 if gemma else 128 if kind == "qwen3" else config.hidden_size // config.num_attention_heads
+    asked = config.attention_bias if config.attention_bias is not None else kind == "gpt_oss"
+    biased = kind == "qwen2" or (kind not in ("mistral", "mixtral") and asked)
+    fixed_head_dim = HEAD_DIM.get(kind, config.hidden_size // config.num_attention_heads)
     shape = ModelSpec(
         architecture=kind,
         hidden=config.hidden_size,
@@ -223,7 +243,10 @@ def _spec(kind: Architecture, config: _Config) -> ModelSpec:
         mlp_bias=kind == "llama" and config.mlp_bias,
         qk_norm=kind in ("qwen3", "qwen3_moe", "gemma3_text"),
         norms=4 if kind in ("gemma2", "gemma3_text") else 2,
+        sinks=kind == "gpt_oss",
     )
+    if kind == "deepseek_v3":
+        shape = _with_latent(shape, config)
     return _with_experts(shape, config) if kind in EXPERTS else shape
 
 
@@ -233,19 +256,31 @@ def _kv_heads(kind: Architecture, config: _Config) -> int:
     return given or config.num_attention_heads
 
 
+def _with_latent(shape: ModelSpec, config: _Config) -> ModelSpec:
+    latent = LatentAttention(config.q_lora_rank or 0, config.kv_lora_rank, config.qk_rope_head_dim, config.v_head_dim)
+    return msgspec.structs.replace(shape, kv_heads=shape.heads, head_dim=config.qk_nope_head_dim, latent=latent)
+
+
 def _with_experts(shape: ModelSpec, config: _Config) -> ModelSpec:
-    experts = config.num_experts if config.num_experts is not None else config.num_local_experts
-    default, default_per_token = EXPERTS[shape.architecture]
-    n_experts = default if experts is None else experts
-    mixtral = shape.architecture == "mixtral"  # every layer has experts, as wide as an MLP
-    dense, step = ((), 1) if mixtral else (config.mlp_only_layers or (), config.decoder_sparse_step)
-    sparse = [i for i in range(shape.layers) if i not in dense and (i + 1) % step == 0]
+    kind = shape.architecture
+    given = (config.num_experts, config.num_local_experts, config.n_routed_experts)
+    default, default_per_token = EXPERTS[kind]
+    n_experts = next((experts for experts in given if experts is not None), default)
+    dense: Collection[int] = ()  # layers without experts
+    if kind == "deepseek_v3":
+        dense = range(config.first_k_dense_replace)
+    elif kind == "qwen3_moe":
+        step = config.decoder_sparse_step
+        dense = {*(config.mlp_only_layers or ()), *(i for i in range(shape.layers) if (i + 1) % step)}
+    width = (config.moe_intermediate_size or EXPERT_WIDTH[kind]) if kind in EXPERT_WIDTH else shape.intermediate
     return msgspec.structs.replace(
         shape,
         experts=n_experts,
         experts_per_token=config.num_experts_per_tok or default_per_token,
-        expert_intermediate=shape.intermediate if mixtral else config.moe_intermediate_size,
-        expert_layers=len(sparse) if n_experts else 0,
+        expert_intermediate=width,
+        expert_layers=sum(i not in dense for i in range(shape.layers)) if n_experts else 0,
+        shared_intermediate=width * config.n_shared_experts if kind == "deepseek_v3" else 0,
+        expert_bias=kind == "gpt_oss",
     )
 
 

@@ -253,6 +253,22 @@ def without_routes(checked: Checked, models: Mapping[str, ModelSpec], engine: En
             yield Problem(where, text, "leave it out, or generate with the embedded engine", "routing_replay")
 
 
+def not_run(request: PlanRequest) -> Iterator[tuple[str, str]]:
+    """The roles whose models the engines do not know, which can be planned alone, each with the reason."""
+    for name, model in request.models.items():
+        if model.architecture not in request.engine.architectures:
+            known = ", ".join(request.engine.architectures)
+            yield name, f"the engines run no {model.architecture} models (they run {known})"
+
+
+def refuse_unknown_models(checked: Checked, request: PlanRequest) -> None:
+    """Raises ConfigError for a run that can be planned alone."""
+    hint = "take a model of one of these; `realgraph plan` takes this one too"
+    found = [(checked.where(f"$.models.{name}.path"), text) for name, text in not_run(request)]
+    if found:
+        raise ConfigError([Problem(where, text, hint, "model") for where, text in found])
+
+
 def _server_problems(checked: Checked) -> Iterator[Problem]:
     """Faults of a graph that SGLang servers can't generate for, and of URLs that are not as many as devices."""
     rollout, graph = checked.run.rollout, checked.graph
