@@ -21,11 +21,18 @@ class WorkerLost(Struct, frozen=True, tag=True):
     reason: str
 
 
+class EngineJoined(Struct, frozen=True, tag=True):
+    """A new process is ready in the place of an engine that was lost, with the weights that a run begins with. The
+    other workers know where it is."""
+
+    worker: int
+
+
 class StopRequested(Struct, frozen=True, tag=True):
     """The user wants the run to end in order: finish the step in hand, write a checkpoint, stop."""
 
 
-Event = Reply | Tick | WorkerLost | StopRequested
+Event = Reply | Tick | WorkerLost | EngineJoined | StopRequested
 
 
 # --- state ------------------------------------------------------------------------------------------------------------
@@ -135,6 +142,13 @@ class EngineLost(Struct, frozen=True, tag=True):
     text: str
 
 
+class EngineReplaced(Struct, frozen=True, tag=True):
+    """An engine that was lost is there again; `text` says so for people."""
+
+    worker: int
+    text: str
+
+
 class Halt(Struct, frozen=True, tag=True):
     """The run has ended: in order where `error` is None. Nothing follows."""
 
@@ -142,4 +156,4 @@ class Halt(Struct, frozen=True, tag=True):
     reason: str
 
 
-Action = Send | StepEnded | EvalEnded | CheckpointWritten | EngineLost | Halt
+Action = Send | StepEnded | EvalEnded | CheckpointWritten | EngineLost | EngineReplaced | Halt

@@ -17,7 +17,9 @@ from realgraph.runtime.commands.actions import (
     Action,
     Checkpointed,
     CheckpointWritten,
+    EngineJoined,
     EngineLost,
+    EngineReplaced,
     EvalEnded,
     Event,
     Halt,
@@ -252,6 +254,8 @@ class Master:
                     self._trace(event)
                 case Hello() | Ready() | Heartbeat() | Loaded() | Failed() | Bye() | Tick() | StopRequested():
                     pass
+                case EngineJoined():
+                    pass
                 case _:
                     assert_never(event)
             actions = self._tell_scheduler(event, inbox, log)
@@ -282,7 +286,7 @@ class Master:
                     except TransportError as error:  # the others get theirs: the run may go on without it
                         host = workers.fleet.host_of(worker)
                         unsent = unsent or TransportError(f"{error}, on {host}" if host else str(error))
-                case EngineLost(text=text):
+                case EngineLost(text=text) | EngineReplaced(text=text):
                     self._observers.note(text, "warning")
                 case StepEnded():
                     self._step_ended(action)

@@ -106,6 +106,7 @@ class Reallocate(_Message, frozen=True):
     version: int
     owners: tuple[int, ...]
     receivers: tuple[int, ...]  # of the workers of `call`: an engine that evaluates keeps its weights
+    joined: tuple[int, ...] = ()  # those of them that stand for lost engines, and are in no process group
 
 
 class Drop(_Message, frozen=True):
