@@ -1,6 +1,6 @@
 """The fake workers of the simulator: what each holds, and everything that a real worker refuses. Decides nothing."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -54,7 +54,7 @@ class Workers:
         loaded = {name: versions[self.graph.role(name)] for name in self.trainer if name not in self.dropped}
         self.all = {number: SimulatedWorker(copies=dict(loaded)) for number in range(n_workers)}
         self.gone: set[int] = set()
-        self.joined: set[int] = set()  # that have been gone
+        self.joined: Counter[int] = Counter()  # that have been gone, by how often
         self.generate = next(iter(self.graph.generates), "")  # the call that makes the samples of a group
         self.engines = {name: {rank[0] for rank in ranks_of(self.layouts[name])} for name in self.graph.generates}
 
@@ -91,7 +91,7 @@ class Workers:
         assert not worker.making and not worker.kept and not worker.groups()
         worker.copies = {self.generate: 0}
         self.gone.remove(number)
-        self.joined.add(number)
+        self.joined[number] += 1
 
     # --- what a worker refuses ----------------------------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class Workers:
         assert command.role == self.graph.role(command.call)
         assert command.version == self.versions[command.role], "a reallocation of stale or future weights"
         assert not self.gone.intersection(command.receivers)
-        assert command.joined == tuple(one for one in command.receivers if one in self.joined)
+        assert command.joined == {one: self.joined[one] for one in command.receivers if one in self.joined}
 
     def check_execute(self, number: int, command: Execute) -> None:
         """A call that is not for this worker, or of another version of the weights than it has."""
@@ -182,7 +182,7 @@ class Workers:
             here = {(key, sample) for key in source.keys for sample in source.samples}
             assert not here & named
             named |= here
-            if read and source.worker in self.gone | self.joined:
+            if read and source.worker in self.gone | self.joined.keys():
                 continue
             assert source.worker not in self.gone, f"{call} would read from a worker that is gone"
             store = self.all[source.worker].store

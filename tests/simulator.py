@@ -235,7 +235,7 @@ class Simulator(SimulatedRollouts):
     def join(self, number: int) -> None:
         """A new process stands for a worker that is gone: it has nothing but the weights that a run begins with."""
         self.contract.join(number)
-        self.feed(EngineJoined(number))
+        self.feed(EngineJoined(number, self.contract.joined[number]))
 
     @property
     def trains_of_generator(self) -> int:

@@ -101,7 +101,7 @@ def test_an_engine_that_comes_late_takes_the_newest_weights_and_then_groups(inte
     assert kinds[0] is Reallocate
     assert kinds.count(Submit) > 3
     moves = [command for command in commands if isinstance(command, Reallocate)]
-    assert all(move.joined == (2,) for move in moves)
+    assert all(move.joined == {2: 1} for move in moves)
     assert moves[-1].version > moves[0].version >= 8
 
 
@@ -162,7 +162,7 @@ def test_a_move_that_an_engine_has_died_in_says_nothing_of_the_one_after_it() ->
     engines = EngineWeights("rollout", [(0,), (1,), (2,)])
     engines.moving[7] = WeightMove(3, "rollout", (0, 1, 2))
     engines.lose(1)
-    engines.join(1, 0, 2)
+    engines.join(1, 1, 0, 2)
     assert engines.heads == (0, 1, 2)
     assert engines.resting == {1}
     assert engines.ended(7, 2) == 3

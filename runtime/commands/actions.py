@@ -26,6 +26,7 @@ class EngineJoined(Struct, frozen=True, tag=True):
     other workers know where it is."""
 
     worker: int
+    process: int  # the how manieth in that place, from 1
 
 
 class StopRequested(Struct, frozen=True, tag=True):
@@ -113,6 +114,7 @@ class StepEnded(Struct, frozen=True, tag=True):
     transcripts: tuple[str, ...]
     lengths: tuple[int, ...] = ()  # new tokens of all its groups' samples at equal steps of probability, rising
     age_p95: int = 0  # 95 % of the groups are no older
+    n_engines: int = 0  # that make groups, where the run goes on without one that is lost
 
 
 class EvalEnded(Struct, frozen=True, tag=True):

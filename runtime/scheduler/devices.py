@@ -209,7 +209,7 @@ class Devices:
         move = WeightMove(self.versions[call.role], name, receivers)
         workers = sorted({*move.receivers, *call.trainer_workers})
         task = self._steps.tasks.open("reallocate", name, self._collection.step, self._collection.tally)
-        joined = tuple([worker for worker in move.receivers if worker in self.engines.joined])
+        joined = {worker: n for worker, n in self.engines.joined.items() if worker in move.receivers}
         command = Reallocate(task.number, call.role, name, move.version, call.trainer_workers, move.receivers, joined)
         self.engines.moving[task.number] = move
         self.turns.hold(lanes, task.number)

@@ -38,6 +38,8 @@ class EngineLosses:
         self._collection, self._steps, self._devices, self._runner = collection, steps, devices, runner
         self._expendable, self._min_engines = expendable_workers(job.graph, job.plan), job.rollout.min_engines
         self._ledger, self._shares = ledger, shares_tokens(job.graph, job.plan)
+        layouts = [allocation.layout for allocation in job.plan.allocations.values()]
+        self._workers = sorted({device for layout in layouts for device in layout.mesh.devices})
         self.gone: set[int] = set()
 
     def left(self, workers: Iterable[int]) -> list[int]:
@@ -52,10 +54,16 @@ class EngineLosses:
         """The actions without commands to workers that are gone."""
         return [one for one in actions if not isinstance(one, Send) or one.worker not in self.gone]
 
-    def join(self, worker: int) -> list[Action]:
+    @property
+    def n_engines(self) -> int:
+        """The engines that there are; 0 where none can be lost."""
+        return len(self._devices.engines.heads) if self._expendable else 0
+
+    def join(self, event: EngineJoined) -> list[Action]:
         """A new process stands for a worker that is gone. It gets groups once it has the weights of the others."""
+        worker = event.worker
         self.gone.remove(worker)
-        self._devices.engines.join(worker, FIRST_VERSION, self._devices.generator_weights)
+        self._devices.engines.join(worker, event.process, FIRST_VERSION, self._devices.generator_weights)
         self._collection.join(worker)
         n_left, n_all = len(self._devices.engines.heads), len(self._expendable)
         text = f"a new process has taken the place of worker {worker}: the run has {n_left} of {n_all} engines"
@@ -108,8 +116,8 @@ class EngineLosses:
         return [self._collection.submit(one, groups, versions[one], now) for one, groups in moved.items()]
 
     def _forget(self, worker: int) -> list[Action]:
-        """Nothing more is needed of the tokens that a lost worker has told others."""
-        return [Send(engine, Forget(worker)) for engine in self._devices.engines.heads] if self._shares else []
+        """Nothing more is awaited from a lost worker, nor needed of the tokens that it has told others."""
+        return [Send(other, Forget(worker)) for other in self.left(self._workers)]
 
     def _keep(self, worker: int) -> list[Action]:
         """Others keep the tokens of groups that a lost worker has kept, or nobody."""

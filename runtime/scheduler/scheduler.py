@@ -161,7 +161,7 @@ class Scheduler:
             case WorkerLost():
                 return self._lost(event, now)
             case EngineJoined():
-                return self._losses.join(event.worker) + self._pump(now)
+                return self._losses.join(event) + self._pump(now)
             case Tick():
                 return self._tick(now)
             case StopRequested():
@@ -390,7 +390,7 @@ class Scheduler:
         completed = self._steps.completed
         self._boundary.ended(completed, max(completed, self._steps.newest_train + 1), now)
         drops = [Send(worker, Drop(groups)) for worker, groups in batch.holdings().items()]
-        return [*drops, summary(batch, tally, self._devices.versions)]
+        return [*drops, summary(batch, tally, self._devices.versions, self._losses.n_engines)]
 
 
 def _without_sends_after_a_failure(actions: list[Action]) -> list[Action]:

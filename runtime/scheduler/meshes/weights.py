@@ -24,7 +24,7 @@ class EngineWeightsImage(Struct, frozen=True):
     kept: tuple[int, ...]
     late: dict[int, int]
     ranks: tuple[tuple[int, ...], ...]
-    joined: tuple[int, ...]
+    joined: dict[int, int]
 
 
 class EngineWeights:
@@ -39,12 +39,12 @@ class EngineWeights:
         self.switched: dict[int, int] = {}  # engines that generate under newer weights than the others, which follow
         self._kept: tuple[int, ...] = ()  # engines that evaluate, and so keep their weights
         self.late: dict[int, int] = {}  # engines that have older weights than the others: their version
-        self.joined: frozenset[int] = frozenset()  # engines that came in the place of lost ones
+        self.joined: dict[int, int] = {}  # engines that came in the place of lost ones -> the how manieth process there
 
     @property
     def image(self) -> EngineWeightsImage:
         """All that they have."""
-        joined = tuple(sorted(self.joined))
+        joined = dict(self.joined)
         return EngineWeightsImage(
             dict(self.moving), dict(self.switched), self._kept, dict(self.late), self._ranks, joined
         )
@@ -53,7 +53,7 @@ class EngineWeights:
         """Go on from an image."""
         self.moving, self.switched = dict(image.moving), dict(image.switched)
         self._kept, self.late, self._ranks = image.kept, dict(image.late), image.ranks
-        self.joined = frozenset(image.joined)
+        self.joined = dict(image.joined)
 
     @property
     def heads(self) -> tuple[int, ...]:
@@ -66,15 +66,15 @@ class EngineWeights:
         self._kept = tuple([one for one in self._kept if one != engine])
         self.switched.pop(engine, None)
         self.late.pop(engine, None)
-        self.joined -= {engine}
         for task, move in self.moving.items():  # another process there does not get what this one was sent
             self.moving[task] = replace(move, receivers=tuple([one for one in move.receivers if one != engine]))
 
-    def join(self, engine: int, version: int, others: int) -> None:
-        """A new process stands for an engine of one worker that is gone, with weights of `version`."""
+    def join(self, engine: int, process: int, version: int, others: int) -> None:
+        """A new process stands for an engine of one worker that is gone, the how manieth there, with weights of
+        `version`, where `others` have theirs."""
         present = {*self.heads, engine}
         self._ranks = tuple([rank for rank in self._all if rank[0] in present])
-        self.joined |= {engine}
+        self.joined[engine] = process
         if version < others:
             self.late[engine] = version
 

@@ -1,0 +1,81 @@
+"""A real asynchronous run whose engines are killed: new processes take their places, and generate under the newest
+weights."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from benchmarks.audit import judge_run
+from realgraph.commands.replay_events import replay_events_command
+from realgraph.runtime.commands.actions import EngineJoined, Send
+from realgraph.runtime.master.event_log import Replay
+from realgraph.runtime.wire.protocol import Done, Generated, Reallocate, Submit
+from tests.runs import Running, home, merged, records, start, write_run
+from tests.test_engine_loss_runs import RUN, SLOW
+
+pytest.importorskip("torch")
+__all__ = ["home"]
+
+REPLACED = merged(RUN, {"rollout": {"replacements": 3}, "runtime": {"verify_weights": 1}})
+
+
+def test_a_new_process_takes_the_place_of_an_engine_that_is_killed(home: Path) -> None:
+    """Twice the same one, then the other, which leaves none of those that the run began with."""
+    (home / "slow.py").write_text(SLOW)
+    running = start(home, "run", str(write_run(home, "back", REPLACED)), name="back")
+    running.until_step(3)
+    for n, victim in enumerate((0, 0, 1), 1):
+        before = running.workers()[victim]
+        os.kill(before, signal.SIGKILL)
+        until_replaced(running, n)
+        assert f"has taken the place of worker {victim}: the run has 2 of 2 engines" in running.output()
+        running.until_step(len(records(home / "back")) + 5)
+    os.kill(running.workers()[1], signal.SIGKILL)
+    running.until(lambda: "all 3 of rollout.replacements were made" in running.output(), "the last loss")
+    running.until_step(len(records(home / "back")) + 2)
+    os.kill(running.pid, signal.SIGINT)
+    assert running.wait() == 130, running.output()
+    steps = records(home / "back")
+    assert [record["step"] for record in steps] == list(range(len(steps)))
+    assert {record["metrics"]["rollout/engines"] for record in steps} == {1.0, 2.0}
+    assert all(record["metrics"].get("train/update_gap", 0.0) < 1e-3 for record in steps)
+    assert judge_run(home / "back").problems == ()
+    assert_used(home / "back")
+
+
+def until_replaced(running: Running, n: int) -> None:
+    """So many new processes are ready."""
+    running.until(lambda: running.output().count("has taken the place of worker") == n, "the new process")
+
+
+def assert_used(folder: Path) -> None:
+    """By the log of its events, which replays to the very commands that it gave: each new process first got weights,
+    those that the trainer had then, and groups only after that."""
+    process, version, moved = dict[int, int](), dict[int, int](), dict[int, Reallocate]()
+    n_updates, n_made, newest = 0, 0, 0
+    for replayed in Replay(folder / "events.log").events():
+        match replayed.event:
+            case EngineJoined(worker=worker):
+                process[worker] = replayed.event.process
+                version[worker] = 0
+            case Done(worker=worker, task=task) if task in moved and worker in moved[task].joined:
+                version[worker] = moved[task].version
+                n_updates += 1
+            case Done(call="train"):
+                newest += 1
+            case Generated(worker=worker, samples=samples) if worker in process:
+                n_made += len(samples)
+        for action in replayed.actions:
+            match action:
+                case Send(worker=worker, command=Reallocate() as command):
+                    assert command.version == newest
+                    assert command.joined == {one: process[one] for one in command.receivers if one in process}
+                    moved[command.task] = command
+                case Send(worker=worker, command=Submit() as command) if worker in process:
+                    assert version[worker] >= command.version > 0
+    assert process == {0: 2, 1: 1}
+    assert n_updates >= 12
+    assert n_made > 20
+    replay_events_command(folder, 3)
