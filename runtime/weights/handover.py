@@ -47,8 +47,8 @@ class FetchedWeights(NamedTuple):
     names: tuple[str, ...]
 
     def compare(self, held: Callable[[], Tensor], worker: int) -> ArrivedBytes:
-        """Compare what lies here in the end with what was given; returns what has come. held: its checksums [weights], in
-        the receiver's order. Raises WeightsDiffer."""
+        """Compare what lies here in the end with what was given; returns what has come. held: its checksums [weights],
+        in the receiver's order. Raises WeightsDiffer."""
         if self.sums is None:
             return self.arrived
         here = dict(zip(self.names, held().tolist(), strict=True))
