@@ -9,8 +9,11 @@ import pytest
 
 from benchmarks.audit import judge_run
 from realgraph.commands.replay_events import replay_events_command
+from realgraph.commands.status import _lines
 from realgraph.runtime.commands.actions import EngineJoined, Send
+from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.master.event_log import Replay
+from realgraph.runtime.master.status import RunStatus, read_status
 from realgraph.runtime.wire.protocol import Done, Generated, Reallocate, Submit
 from tests.runs import Running, home, merged, records, start, write_run
 from tests.test_engine_loss_runs import RUN, SLOW
@@ -43,6 +46,35 @@ def test_a_new_process_takes_the_place_of_an_engine_that_is_killed(home: Path) -
     assert all(record["metrics"].get("train/update_gap", 0.0) < 1e-3 for record in steps)
     assert judge_run(home / "back").problems == ()
     assert_used(home / "back")
+
+
+def test_an_engine_that_stands_still_is_killed_and_replaced(home: Path) -> None:
+    """It wakes up no more; the status says what has become of it."""
+    (home / "slow.py").write_text(SLOW)
+    parts = merged(REPLACED, {"runtime": {"lost_after_seconds": 4.0, "heartbeat_seconds": 0.2}})
+    running = start(home, "run", str(write_run(home, "still", parts)), name="still")
+    running.until_step(3)
+    before = running.workers()[1]
+    os.kill(before, signal.SIGSTOP)
+    until_replaced(running, 1)
+    assert "worker 1 was lost: has not been heard of for" in running.output()
+    assert running.workers()[1] != before
+    running.until(lambda: statuses(home / "still")[0].replaced == (1,), "its status")
+    running.until_step(len(records(home / "still")) + 5)
+    status, lines = statuses(home / "still")
+    assert (status.lost, status.replaced) == ((), (1,))
+    assert "a new process is in the place of worker 1" in lines
+    os.kill(running.pid, signal.SIGINT)
+    assert running.wait() == 130, running.output()
+    assert judge_run(home / "still").problems == ()
+    assert any(isinstance(one.event, EngineJoined) for one in Replay(home / "still" / "events.log").events())
+
+
+def statuses(folder: Path) -> tuple[RunStatus, list[str]]:
+    """What a run that lives says of itself, and how that is shown."""
+    status = read_status(RunFolder(folder).status)
+    assert status is not None
+    return status, list(_lines(status, status.time))
 
 
 def until_replaced(running: Running, n: int) -> None:
