@@ -70,8 +70,39 @@ def test_an_engine_that_stands_still_is_killed_and_replaced(home: Path) -> None:
     assert any(isinstance(one.event, EngineJoined) for one in Replay(home / "still" / "events.log").events())
 
 
+@pytest.mark.parametrize(
+    ("train", "interrupt"), [({"sharding": "fsdp"}, "keep_kv"), ({"tp": 2}, "wait")], ids=["fsdp", "tp"]
+)
+def test_trainers_that_divide_the_weights_bring_them_together(
+    home: Path, train: dict[str, object], interrupt: str
+) -> None:
+    """At every update all weights of the new process have the checksums of theirs, or the run ends."""
+    (home / "slow.py").write_text(SLOW)
+    engines, trainers = RUN["allocation"]["rollout"], {"first": 2, "devices": 2, **train}
+    several = {"cluster": {"devices": 4}, "allocation": {"rollout": engines, "train": trainers}}
+    parts = merged(REPLACED, several, {"rollout": {"interrupt": interrupt}})
+    name = f"divided-{interrupt}"
+    running = start(home, "run", str(write_run(home, name, parts)), name=name)
+    running.until_step(2)
+    os.kill(running.workers()[0], signal.SIGKILL)
+    until_replaced(running, 1)
+    running.until_step(len(records(home / name)) + 5)
+    os.kill(running.pid, signal.SIGINT)
+    assert running.wait() == 130, running.output()
+    fetched = [
+        one.command
+        for replayed in Replay(home / name / "events.log").events()
+        for one in replayed.actions
+        if isinstance(one, Send) and one.worker == 0 and isinstance(one.command, Reallocate) and one.command.joined
+    ]
+    assert len(fetched) >= 3
+    assert judge_run(home / name).problems == ()
+    gaps = [record["metrics"].get("train/update_gap", 0.0) for record in records(home / name)]
+    assert max(gaps) < 1e-3
+
+
 def statuses(folder: Path) -> tuple[RunStatus, list[str]]:
-    """What a run that lives says of itself, and how that is shown."""
+    """The status that a run which lives has written last, and how that is shown."""
     status = read_status(RunFolder(folder).status)
     assert status is not None
     return status, list(_lines(status, status.time))
