@@ -27,7 +27,7 @@ from realgraph.runtime.job.job import RuntimeSpec
 from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.master.master import Master
 from realgraph.runtime.master.observer import Observers, RunRecord, RunStarted, Span, StepRecord
-from realgraph.runtime.processes.launcher import Fleet, WorkerBoot, WorkerProgram, WorkerStacks
+from realgraph.runtime.processes.launcher import Fleet, LaunchError, WorkerBoot, WorkerProgram, WorkerStacks
 from realgraph.runtime.wire.protocol import Bye, Configure, Done, Generated, Heartbeat, Hello, Peer, Ready, Shutdown
 from realgraph.runtime.wire.sockets import SecureClient
 from realgraph.runtime.wire.transport import WorkerSocket
@@ -120,6 +120,12 @@ class SimulatedFleet:
     async def kill(self, worker: int) -> None:
         """See Fleet."""
         self._tasks[worker].cancel()
+
+    restarts = False
+
+    async def restart(self, boot: WorkerBoot) -> None:
+        """See Fleet. Raises LaunchError."""
+        raise LaunchError(f"worker {boot.worker} is simulated")
 
     async def terminate(self, grace_seconds: float = 5.0, *, again: bool = False) -> None:
         """See Fleet."""

@@ -32,7 +32,8 @@ MOST_EVENTS = 40  # between two faults, and once more until the moment comes
 ENDLESS_EVENTS = 20_000  # more than any life has: it waits for something that never comes
 # what ends a life, and what it outlives
 LETHAL = ("worker killed", "worker stopped for good", "master killed", "link dropped", "run interrupted")
-OUTLIVED = ("worker stopped and continued", "link delayed")
+OUTLIVED = ("worker stopped and continued", "link delayed", "engine killed and replaced")
+START_SECONDS = 5.0  # for a new process to be ready, at most
 MOMENTS = ("any", "transfer", "switch", "checkpoint", "evaluation", "training")
 
 
@@ -133,6 +134,8 @@ def _live(simulator: Simulator, outcome: Outcome, *, last: bool) -> Checkpointed
         moment = _reach(simulator, rng.choice(MOMENTS))
         if not moment:
             break
+        if kind == "engine killed and replaced" and not _losable(simulator):
+            continue
         outcome.faults[kind, moment] += 1
         torn = kind == "master killed" and isinstance(simulator.actions[-1], CheckpointWritten)
         _strike(simulator, kind)
@@ -195,10 +198,20 @@ def _strike(simulator: Simulator, kind: str) -> None:
             simulator.feed(StopRequested())
         case "worker stopped and continued":
             _change(simulator, worker, lambda planned: [_later(planned, rng.uniform(0.1, LOST_SECONDS))])
+        case "engine killed and replaced":
+            engine = rng.choice(_losable(simulator))
+            simulator.lose(engine)
+            simulator.plan(Tick(), rng.uniform(0.1, START_SECONDS), lambda: simulator.join(engine))
         case "link delayed":  # the worker goes on, its answers come later
             _change(simulator, worker, lambda planned: _split(planned, rng.uniform(0.1, LOST_SECONDS)))
         case _:
             assert kind == "master killed"
+
+
+def _losable(simulator: Simulator) -> list[int]:
+    """The engines without which the run would go on."""
+    losses = simulator.scheduler._losses
+    return [one for one in range(simulator.shape.n_workers) if one not in losses.gone and losses.survives(one)]
 
 
 def _of(event: Event, worker: int) -> bool:

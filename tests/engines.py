@@ -12,7 +12,10 @@ from realgraph.graphs.spec import ModelRole, Optimizer, Train
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.engine import TrainSettings
 from realgraph.runtime.parallel.groups import Collectives, LayoutRanks, Member
+from realgraph.runtime.store.mail import Mail
+from realgraph.runtime.store.store import Store
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
+from realgraph.runtime.weights.handover import WeightHandover
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -28,6 +31,11 @@ class OneRank(Collectives):
 
     def of_layout(self, layout: Layout) -> LayoutRanks:
         return LayoutRanks.alone(CPU)
+
+
+def no_handover() -> WeightHandover:
+    """A worker's that is never asked to hand anything over."""
+    return WeightHandover(Store(1 << 16), lambda wants: {}, Mail(0, lambda worker, data: "nobody is there"))
 
 
 @pytest.fixture(scope="module")

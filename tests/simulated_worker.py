@@ -1,6 +1,6 @@
 """The fake workers of the simulator: what each holds, and everything that a real worker refuses. Decides nothing."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -54,6 +54,7 @@ class Workers:
         loaded = {name: versions[self.graph.role(name)] for name in self.trainer if name not in self.dropped}
         self.all = {number: SimulatedWorker(copies=dict(loaded)) for number in range(n_workers)}
         self.gone: set[int] = set()
+        self.joined: Counter[int] = Counter()  # that have been gone, by how often
         self.generate = next(iter(self.graph.generates), "")  # the call that makes the samples of a group
         self.engines = {name: {rank[0] for rank in ranks_of(self.layouts[name])} for name in self.graph.generates}
 
@@ -83,6 +84,14 @@ class Workers:
         """After a use of `call`: its copy is there no more, if it is one that is brought again."""
         for name in self.dropped.get(call, ()):
             self.all[number].copies.pop(name, None)
+
+    def join(self, number: int) -> None:
+        """A worker that was gone is there again, with the weights that a run begins with and nothing else."""
+        worker = self.all[number]
+        assert not worker.making and not worker.kept and not worker.groups()
+        worker.copies = {self.generate: 0}
+        self.gone.remove(number)
+        self.joined[number] += 1
 
     # --- what a worker refuses ----------------------------------------------------------------------------------------
 
@@ -140,6 +149,8 @@ class Workers:
         assert number in command.owners or number in self.layouts[command.call].mesh.devices
         assert command.role == self.graph.role(command.call)
         assert command.version == self.versions[command.role], "a reallocation of stale or future weights"
+        assert not self.gone.intersection(command.receivers)
+        assert command.joined == {one: self.joined[one] for one in command.receivers if one in self.joined}
 
     def check_execute(self, number: int, command: Execute) -> None:
         """A call that is not for this worker, or of another version of the weights than it has."""
@@ -164,14 +175,14 @@ class Workers:
         self, call: str, sources: Sequence[SampleSource], samples: set[int], *, read: bool = False
     ) -> None:
         """Every key of every sample is named once, and lies where the command for `call` says. read: or lay there, on
-        a worker that is gone since."""
+        a worker that is, or has been, gone since."""
         wanted = {(key, sample) for key in self.graph.reads[call] for sample in samples}
         named: set[tuple[str, int]] = set()
         for source in sources:
             here = {(key, sample) for key in source.keys for sample in source.samples}
             assert not here & named
             named |= here
-            if read and source.worker in self.gone:
+            if read and source.worker in self.gone | self.joined.keys():
                 continue
             assert source.worker not in self.gone, f"{call} would read from a worker that is gone"
             store = self.all[source.worker].store

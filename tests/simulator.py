@@ -10,6 +10,7 @@ from realgraph.graphs.spec import Function, Inference, Train
 from realgraph.runtime.commands.actions import (
     Action,
     CheckpointWritten,
+    EngineJoined,
     EvalEnded,
     Event,
     Halt,
@@ -230,6 +231,11 @@ class Simulator(SimulatedRollouts):
             kept = group in unbatched and able.get(keeper, -1) >= unbatched[group]
             assert not kept or live[group].owner == keeper, "a group is not where its tokens are"
         self.batched -= {group for group in live if live[group].state is not GroupState.BATCHED}
+
+    def join(self, number: int) -> None:
+        """A new process stands for a worker that is gone: it has nothing but the weights that a run begins with."""
+        self.contract.join(number)
+        self.feed(EngineJoined(number, self.contract.joined[number]))
 
     @property
     def trains_of_generator(self) -> int:

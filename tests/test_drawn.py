@@ -284,3 +284,22 @@ def test_a_message_is_taken_when_the_call_returns_on_either_route(far: bool) -> 
             sender.deposit(1, b"garbage", 1.0)
         sender.deposit(1, news, 10.0)
     assert taken == [news] * 4
+
+
+def test_a_worker_begins_to_share_once_another_can_keep_its_tokens() -> None:
+    """It was the only engine when it got the group; then another one came."""
+    told = list[int]()
+
+    def deposit(to: int, data: bytes) -> str:
+        told.append(to)
+        return ""
+
+    sharing = TokenSharing(0, KeptTokens(), deposit)
+    sharing.begin(3, sample_ids(3, N), NOBODY)
+    sharing.end(pack(next(iter(sample_ids(3, N))), [1, 2], [-1.0, -2.0], [0, 0]))
+    assert sharing._thread is None
+    assert sharing.keep(3, 5)
+    assert sharing._thread is not None and sharing._thread.is_alive()
+    sharing.send()
+    assert told == [5]
+    sharing.close(5.0)

@@ -39,6 +39,7 @@ RUN = merged(
         "allocation": {"rollout": {"first": 0, "devices": 2, "dp": 2}, "train": {"first": 2, "devices": 1}},
         "batch": {"max_new_tokens": 24},
         "outputs": {"audit": True},
+        "rollout": {"replacements": 0},
         "calls": {"reward": {"fn": "slow:score", "timeout_seconds": 60}},
     },
 )

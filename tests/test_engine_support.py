@@ -25,7 +25,7 @@ from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from realgraph.runtime.worker.engines import ENGINES, EngineKind
 from realgraph.runtime.worker.roles import Roles
 from tests import tiny
-from tests.engines import CPU, OneRank, call, engine, folder
+from tests.engines import CPU, OneRank, call, engine, folder, no_handover
 from tests.run_texts import place
 
 __all__ = ["folder", "place"]
@@ -57,7 +57,7 @@ def test_tp_in_an_engines_support_is_all_that_planning_validation_and_workers_ne
     prepared = prepare(run_file, overrides, None)
     assert {prepared.job.plan.allocations[name].layout.tp for name in ("train", "rollout")} == {2}
     assert not validate(prepared.job.plan, prepared.request)
-    Roles(prepared.job, 0, OneRank(), lambda tokens: "", lambda call: None)
+    Roles(prepared.job, no_handover(), OneRank(), lambda tokens: "", lambda call: None)
     assert [layout.tp for layout in opened if layout == prepared.job.plan.allocations["train"].layout] == [2]
 
     monkeypatch.setitem(

@@ -208,6 +208,42 @@ def test_a_killed_worker_is_reported_at_once_with_its_family_gone(tmp_path: Path
     asyncio.run(run())
 
 
+def test_a_worker_that_has_ended_is_started_anew(tmp_path: Path) -> None:
+    """Under its number, several times; its log goes on, and the others are left alone."""
+
+    async def run() -> None:
+        fleet = await _start(tmp_path, 2, "stubborn")
+        other = fleet.handles[0].pid
+        for _ in range(3):
+            before = fleet.handles[1].pid
+            await fleet.kill(1)
+            assert await asyncio.wait_for(fleet.wait_exit(), 20) == (1, -signal.SIGKILL)
+            (tmp_path / "logs" / "1.ready").unlink()
+            await fleet.restart(_boots(tmp_path, 2)[1])
+            assert fleet.running == {0, 1}
+            await becomes_true(lambda: (tmp_path / "logs" / "1.ready").exists())
+            assert fleet.handles[1].pid != before
+        assert fleet.handles[0].pid == other
+        await fleet.terminate(0)
+        await becomes_true(lambda: not _alive(str(tmp_path)), 5)
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_can_not_be_started_anew_ends(tmp_path: Path) -> None:
+    """As it does where the fork server is gone."""
+
+    async def run() -> None:
+        fleet = await _start(tmp_path, 1, "stubborn")
+        os.kill(_parent(fleet.handles[0].pid), signal.SIGKILL)
+        assert await asyncio.wait_for(fleet.wait_exit(), 20) == (0, -signal.SIGKILL)
+        await fleet.restart(_boots(tmp_path, 1)[0])
+        assert await asyncio.wait_for(fleet.wait_exit(), 20) == (0, -signal.SIGKILL)
+        await fleet.terminate(0)
+
+    asyncio.run(run())
+
+
 def test_a_killed_fork_server_takes_the_workers_with_it_and_is_noticed(tmp_path: Path) -> None:
     async def run() -> None:
         fleet = await _start(tmp_path, 2, "stubborn")

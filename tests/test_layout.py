@@ -16,7 +16,7 @@ LONGEST_FUNCTION = 60  # lines
 LONG_FUNCTION = 30  # lines; 95 % of the functions have no more
 LARGEST_PACKAGE = 12  # modules
 # Packages of the runtime by the processes that import them: those of the master's side reach no torch.
-MASTER_SIDE = {"commands", "scheduler", "master", "preflight", "hosts", "clusters"}
+MASTER_SIDE = {"commands", "scheduler", "master", "preflight", "hosts", "clusters", "replacement"}
 BOTH_SIDES = {"wire", "job", "processes", "data", "files", "functions"}
 WORKER_SIDE = {
     *("worker", "store", "algorithms", "attention", "cpu", "models", "parallel", "train", "generate", "profile"),

@@ -17,7 +17,7 @@ from realgraph.runtime.train.engine import TorchTrainEngine
 from realgraph.runtime.train.offload import OffloadedEngine
 from realgraph.runtime.worker.roles import Roles
 from tests import tiny
-from tests.engines import OneRank, call, engine, folder, same, weights_of
+from tests.engines import OneRank, call, engine, folder, no_handover, same, weights_of
 from tests.run_texts import place
 from tests.runs import finish, home, numbers, records, write_run
 
@@ -231,7 +231,7 @@ def test_a_worker_brings_states_early_as_the_plan_says(place: Path, copies: Held
     overrides = ("cluster.kind=cpu", "cluster.devices=1", "params.kl_coef=0.05", pins)
     job = prepare(place / "run.yaml", overrides, None).job
     assert job.plan.allocations["train"].prefetch_during == "ref_logp"
-    roles = Roles(job, 0, OneRank(), lambda tokens: "", lambda call: None)
+    roles = Roles(job, no_handover(), OneRank(), lambda tokens: "", lambda call: None)
     states = roles.trained["actor"]._states  # type: ignore[attr-defined]
     with roles.prefetching("rollout") as nbytes:
         assert (nbytes, copies.begun.is_set()) == (0, False)

@@ -155,6 +155,38 @@ def test_a_worker_sees_that_the_master_is_gone_and_finds_it_again() -> None:
     asyncio.run(run())
 
 
+def test_a_process_in_the_place_of_another_has_a_key_of_its_own() -> None:
+    """Nothing is heard any more under the key before it, and what is sent goes to the new one."""
+
+    async def run() -> None:
+        keys, before, after = make_keys(), make_keys(), make_keys()
+        master = MasterSocket(keys, {0: before.public}, LOOPBACK)
+        old = WorkerSocket(0, master.address, before, keys.public)
+        await _dial(old, 0)
+        await asyncio.wait_for(master.receive(), 10)
+        master.replace_key(0, after.public)
+        receiving = asyncio.create_task(master.receive())
+        await old.send(protocol.Bye(0))
+        async with asyncio.timeout(10):
+            while not master.refused:
+                await asyncio.sleep(0.005)
+        assert not receiving.done()
+        await old.close()
+        new = WorkerSocket(0, master.address, after, keys.public)
+        await _dial(new, 0)
+        assert await asyncio.wait_for(receiving, 10) == (0, _hello(0))
+        await master.send(0, protocol.Shutdown())
+        assert await asyncio.wait_for(new.receive(), 10) == protocol.Shutdown()
+        again = WorkerSocket(0, master.address, before, keys.public)
+        with pytest.raises(TransportError, match="its key was refused"):
+            await asyncio.wait_for(again.receive(), 10)
+        for socket in (new, again):
+            await socket.close()
+        await master.close()
+
+    asyncio.run(run())
+
+
 def test_secrets_show_in_no_repr() -> None:
     keys = make_keys()
     assert keys.secret not in repr(keys)

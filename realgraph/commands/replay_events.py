@@ -8,7 +8,9 @@ from realgraph.graphs.errors import ConfigError, Problem, Where, reason
 from realgraph.runtime.commands.actions import (
     Action,
     CheckpointWritten,
+    EngineJoined,
     EngineLost,
+    EngineReplaced,
     EvalEnded,
     Event,
     Halt,
@@ -87,6 +89,8 @@ def event_text(event: Event) -> str:
             return f"{event.call or 'the worker'} failed on worker {event.worker}: {event.error}"
         case WorkerLost():
             return f"worker {event.worker} was lost: {event.reason}"
+        case EngineJoined():
+            return f"a new process for worker {event.worker} is ready"
         case Tick():
             return "a deadline is reached"
         case StopRequested():
@@ -111,7 +115,7 @@ def _action_text(action: Action) -> str:
             return f"the evaluation after step {action.step} ended"
         case CheckpointWritten():
             return f"the checkpoint of step {action.step} written"
-        case EngineLost(text=text):
+        case EngineLost(text=text) | EngineReplaced(text=text):
             return text
         case Halt():
             return f"the end: {action.reason}"

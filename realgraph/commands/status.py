@@ -9,6 +9,7 @@ from rich.table import Table
 from realgraph.graphs.errors import ConfigError, Problem, Where, reason
 from realgraph.planner.report.format import seconds_text
 from realgraph.run.resume import run_at
+from realgraph.runtime.commands.failures import workers_text
 from realgraph.runtime.job.run_folder import in_use
 from realgraph.runtime.master.status import RunStatus, WorkerStatus, read_status
 from realgraph.screen.terminal import run_terminal
@@ -40,6 +41,10 @@ def _lines(status: RunStatus, now: float) -> Iterator[str]:
     yield f"{status.name}: step {status.steps_done} of {status.steps} done, process {status.pid}"
     if status.restarts:
         yield f"it has restarted by itself {status.restarts} time{'s' * (status.restarts > 1)} (runtime.restarts)"
+    if status.lost:
+        yield f"it goes on without {workers_text(status.lost)}, which was lost"
+    if status.replaced:
+        yield f"a new process is in the place of {workers_text(status.replaced)}"
     age = now - status.time
     if age > OLD_SECONDS:
         yield f"warning: its master has written nothing for {age:.0f} s: it is stopped, or its disk stands still"

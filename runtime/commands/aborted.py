@@ -8,6 +8,8 @@ from msgspec.structs import replace
 from realgraph.runtime.job.sample_ids import group_of
 from realgraph.runtime.wire.protocol import Generated, Loaded
 
+LATE_BATCHES = 20  # so much later than an abort begun groups are made when nothing is on its way any more from before
+
 Answer = Generated | Loaded
 
 
@@ -39,6 +41,10 @@ class AbortedGroups:
     def add(self, worker: int, groups: Iterable[int], until: int) -> None:
         """`worker` is told to stop making `groups`. until: a group that it will be given long after."""
         self._untils.setdefault(worker, {}).update(dict.fromkeys(groups, until))
+
+    def lose(self, worker: int) -> None:
+        """A worker is gone: it answers nothing any more."""
+        self._untils.pop(worker, None)
 
     def crossed(self, reply: Answer) -> tuple[set[int], Answer | None]:
         """The groups of a reply that were given up, and the reply without them; None where it is about no others."""

@@ -21,11 +21,19 @@ class WorkerLost(Struct, frozen=True, tag=True):
     reason: str
 
 
+class EngineJoined(Struct, frozen=True, tag=True):
+    """A new process is ready in the place of an engine that was lost, with the weights that a run begins with. The
+    other workers know where it is."""
+
+    worker: int
+    process: int  # its number in that place, from 1
+
+
 class StopRequested(Struct, frozen=True, tag=True):
     """The user wants the run to end in order: finish the step in hand, write a checkpoint, stop."""
 
 
-Event = Reply | Tick | WorkerLost | StopRequested
+Event = Reply | Tick | WorkerLost | EngineJoined | StopRequested
 
 
 # --- state ------------------------------------------------------------------------------------------------------------
@@ -106,6 +114,7 @@ class StepEnded(Struct, frozen=True, tag=True):
     transcripts: tuple[str, ...]
     lengths: tuple[int, ...] = ()  # new tokens of all its groups' samples at equal steps of probability, rising
     age_p95: int = 0  # 95 % of the groups are no older
+    n_engines: int = 0  # that make groups, where the run goes on without one that is lost
 
 
 class EvalEnded(Struct, frozen=True, tag=True):
@@ -135,6 +144,13 @@ class EngineLost(Struct, frozen=True, tag=True):
     text: str
 
 
+class EngineReplaced(Struct, frozen=True, tag=True):
+    """An engine that was lost is there again; `text` says so for people."""
+
+    worker: int
+    text: str
+
+
 class Halt(Struct, frozen=True, tag=True):
     """The run has ended: in order where `error` is None. Nothing follows."""
 
@@ -142,4 +158,4 @@ class Halt(Struct, frozen=True, tag=True):
     reason: str
 
 
-Action = Send | StepEnded | EvalEnded | CheckpointWritten | EngineLost | Halt
+Action = Send | StepEnded | EvalEnded | CheckpointWritten | EngineLost | EngineReplaced | Halt

@@ -140,6 +140,11 @@ class GroupLoads:
         del self.open[worker], self._drawn[worker]
         self._order()
 
+    def join(self, worker: int) -> None:
+        """A worker comes, or is there again, without groups."""
+        self.open[worker], self._drawn[worker] = 0, 0.0
+        self._order()
+
     def _order(self) -> None:
         """One entry for each worker."""
         self._lightest = [(self.load(worker), worker) for worker in self.open]

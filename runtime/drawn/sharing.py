@@ -57,9 +57,13 @@ class TokenSharing:
         with self._lock:
             self._groups[group] = _SharedGroup(keeper, dict.fromkeys(samples, 0))
             self._group_of.update(dict.fromkeys(self._groups[group].sent, group))
-            if self._thread is None and keeper != NOBODY and not self._stop.is_set():
-                self._thread = threading.Thread(target=self._serve, name="drawn", daemon=True)
-                self._thread.start()
+            self._begin_to_share(keeper)
+
+    def _begin_to_share(self, keeper: int) -> None:
+        """Start the thread once there is a keeper."""
+        if self._thread is None and keeper != NOBODY and not self._stop.is_set():
+            self._thread = threading.Thread(target=self._serve, name="drawn", daemon=True)
+            self._thread.start()
 
     def end(self, drawn: DrawnTokens) -> None:
         """Nothing more is drawn of a sample, of which this is all."""
@@ -93,6 +97,7 @@ class TokenSharing:
             if (group := self._groups.get(number)) is None:
                 return False
             group.keeper, group.sent = keeper, dict.fromkeys(group.sent, 0)
+            self._begin_to_share(keeper)
             if keeper != NOBODY:
                 self._due.setdefault(keeper, []).extend(group.ended.values())
             return True

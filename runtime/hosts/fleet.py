@@ -31,7 +31,7 @@ from realgraph.runtime.hosts.messages import (
     WorkerEnded,
 )
 from realgraph.runtime.job.rotation import last_lines
-from realgraph.runtime.processes.launcher import WorkerBoot, WorkerStacks
+from realgraph.runtime.processes.launcher import LaunchError, WorkerBoot, WorkerStacks
 from realgraph.runtime.processes.local import KILL_SECONDS
 from realgraph.runtime.processes.stacks import DUMP_SECONDS
 from realgraph.runtime.wire.sockets import TransportError
@@ -176,6 +176,12 @@ class HostsFleet:
         """End one worker at once, with all that it started; nothing happens where it has ended."""
         if worker in self._running:
             await self.tell(self._host_of[worker], KillWorker(worker))
+
+    restarts = False  # hosts start their workers together
+
+    async def restart(self, boot: WorkerBoot) -> None:
+        """See Fleet. Raises LaunchError."""
+        raise LaunchError(f"worker {boot.worker} can't be started anew: hosts start their workers together")
 
     async def terminate(self, grace_seconds: float = 5.0, *, again: bool = False) -> None:
         """See Fleet. An agent that can't be reached ends its workers by itself once it has missed the master for

@@ -24,7 +24,8 @@ from realgraph.runtime.scheduler.image import SchedulerImage
 from realgraph.runtime.scheduler.scheduler import Scheduler
 from realgraph.runtime.wire.protocol import Bye, Done, Heartbeat, Hello, Ready, encode
 
-LOG_FORMAT = 4  # version of LogStart and LoggedEvent; in 3, functions reported no metrics by group
+# version of LogStart and LoggedEvent; 3 knew no metrics by group, and no engines in the place of lost ones
+LOG_FORMAT = 4
 BUFFER_BYTES = 1 << 16  # written at once, at the latest
 HEAD = struct.Struct("<III")  # bytes of a record, their CRC-32, the CRC-32 of these two numbers
 

@@ -8,7 +8,7 @@ from collections import deque
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.runtime.commands.actions import StopRequested, Tick, WorkerLost
+from realgraph.runtime.commands.actions import EngineJoined, Event, StopRequested, Tick, WorkerLost
 from realgraph.runtime.commands.failures import workers_text
 from realgraph.runtime.job.job import RuntimeSpec
 from realgraph.runtime.master.startup import EXPLAIN_SECONDS, WorkerGroup
@@ -29,7 +29,7 @@ class Exit(Struct, frozen=True):
     status: int
 
 
-Happened = Reply | Exit | StopRequested | StopNow
+Happened = Reply | Exit | EngineJoined | StopRequested | StopNow
 
 
 def _by_our_clock(reply: Reply, ahead: float) -> Reply:
@@ -61,6 +61,12 @@ class Inbox:
     def put(self, request: StopRequested | StopNow) -> None:
         """Queue what the user wants."""
         self._queue.put_nowait(request)
+
+    def join(self, event: EngineJoined) -> None:
+        """A new process stands for a worker that was gone: listen to it, and queue the news."""
+        self.gone.discard(event.worker)
+        self._heard[event.worker] = self.clock.now()
+        self._queue.put_nowait(event)
 
     def signs(self) -> dict[int, WorkerSigns]:
         """The signs of life of every worker, as they are now."""
@@ -99,7 +105,7 @@ class Inbox:
             worker, status = await workers.fleet.wait_exit()
             self._queue.put_nowait(Exit(worker, status))
 
-    async def next(self, deadline: float | None) -> Reply | WorkerLost | StopRequested | Tick | StopNow:
+    async def next(self, deadline: float | None) -> Event | StopNow:
         """The next thing that happens: a Tick at `deadline` (by the clock), a WorkerLost for who is silent."""
         while True:
             await self._after_a_stop()

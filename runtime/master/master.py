@@ -17,7 +17,9 @@ from realgraph.runtime.commands.actions import (
     Action,
     Checkpointed,
     CheckpointWritten,
+    EngineJoined,
     EngineLost,
+    EngineReplaced,
     EvalEnded,
     Event,
     Halt,
@@ -53,6 +55,7 @@ from realgraph.runtime.processes.interrupts import Interrupted, Interrupts, unle
 from realgraph.runtime.processes.launcher import Launcher, LaunchError, WorkerStacks
 from realgraph.runtime.processes.local import LocalLauncher
 from realgraph.runtime.processes.stacks import stacks_of, with_stacks
+from realgraph.runtime.replacement.engines import EngineReplacements, RunWorkers
 from realgraph.runtime.scheduler.scheduler import Scheduler
 from realgraph.runtime.wire.protocol import Bye, Done, Failed, Generated, Heartbeat, Hello, Loaded, Ready
 from realgraph.runtime.wire.sockets import TransportError
@@ -224,12 +227,21 @@ class Master:
             self._status.remove()
 
     async def _drive_logged(self, workers: WorkerGroup, inbox: Inbox, log: EventLog) -> Failed | None:
+        known = RunWorkers(workers.fleet, workers.socket, workers.boots, workers.peers)
+        self._replacements = EngineReplacements(self._job, known, inbox.join, self._observers.note)
+        try:
+            return await self._drive_replacing(workers, inbox, log)
+        finally:
+            await self._replacements.close()
+
+    async def _drive_replacing(self, workers: WorkerGroup, inbox: Inbox, log: EventLog) -> Failed | None:
         self._step_began = time.monotonic()
         self._last_state = self._scheduler.state
         actions = self._tell_scheduler(None, inbox, log)
         event: Event | StopNow
         silent: tuple[WorkerStacks, ...] = ()
         while True:
+            self._replacements.check()
             if inbox.idle:
                 log.flush()
                 if self._status.due():
@@ -245,12 +257,14 @@ class Master:
             match event:
                 case StopNow():
                     raise Interrupted
-                case WorkerLost(worker=worker):
+                case WorkerLost(worker=worker) if worker not in self._replacements.replacing:
                     silent = await stacks_of(workers.fleet, (worker,))
                     await workers.fleet.kill(worker)  # one that is only silent must not wake up again
                 case Done() | Generated():
                     self._trace(event)
-                case Hello() | Ready() | Heartbeat() | Loaded() | Failed() | Bye() | Tick() | StopRequested():
+                case Hello() | Ready() | Failed():
+                    self._replacements.hear(event)
+                case Heartbeat() | Loaded() | Bye() | Tick() | WorkerLost() | EngineJoined() | StopRequested():
                     pass
                 case _:
                     assert_never(event)
@@ -282,8 +296,11 @@ class Master:
                     except TransportError as error:  # the others get theirs: the run may go on without it
                         host = workers.fleet.host_of(worker)
                         unsent = unsent or TransportError(f"{error}, on {host}" if host else str(error))
-                case EngineLost(text=text):
+                case EngineLost(worker=worker, text=text):
                     self._observers.note(text, "warning")
+                    self._replacements.lost(worker)
+                case EngineReplaced(text=text):
+                    self._observers.note(text, "info")
                 case StepEnded():
                     self._step_ended(action)
                 case EvalEnded(step=step, metrics=metrics, best=best):

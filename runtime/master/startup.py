@@ -22,6 +22,7 @@ from realgraph.runtime.wire.protocol import (
     Heartbeat,
     Hello,
     Loaded,
+    Peer,
     Ready,
     Shutdown,
 )
@@ -47,6 +48,8 @@ class WorkerGroup:
         self.fleet, self.socket = fleet, socket
         self.fork_seconds = 0.0  # until the processes ran, their modules loaded
         self.ready: dict[int, Ready] = {}
+        self.boots: dict[int, WorkerBoot] = {}  # that they began with
+        self.peers: dict[int, Peer] = {}
 
     async def close(self, grace_seconds: float, *, again: bool = False) -> None:
         """Tell the workers to end, and see to it that they do: after the grace by force. With no grace, at once. again:
@@ -93,6 +96,7 @@ async def start_worker_group(job: Job, folder: RunFolder, launcher: Launcher) ->
         await socket.close()
         raise
     workers = WorkerGroup(fleet, socket)
+    workers.boots = {boot.worker: boot for boot in boots}
     workers.fork_seconds = time.monotonic() - began
     return workers
 
@@ -164,9 +168,10 @@ async def _explained(workers: WorkerGroup, failure: Failed) -> Failed:
 
 
 async def _configure(workers: WorkerGroup, job: Job, resume: Path | None, hellos: dict[int, Hello]) -> None:
+    workers.peers = {worker: hellos[worker].peer for worker in sorted(hellos)}
     command = Configure(
         job=msgspec.json.encode(job),
-        peers=tuple(hellos[worker].peer for worker in sorted(hellos)),
+        peers=tuple(workers.peers.values()),
         collective=hellos[min(hellos)].collective,
         resume=str(resume) if resume is not None else "",
     )

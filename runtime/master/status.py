@@ -50,6 +50,8 @@ class RunStatus(Struct, frozen=True):
     staleness: int
     workers: tuple[WorkerStatus, ...]
     restarts: int = 0  # by itself, after lost workers or hosts
+    lost: tuple[int, ...] = ()  # engines that it goes on without
+    replaced: tuple[int, ...] = ()  # engines in whose place a new process is
 
     @property
     def seconds_left(self) -> float:
@@ -92,6 +94,8 @@ class StatusFile:
             staleness=self._staleness,
             workers=tuple(_worker(image, now, worker, signs) for worker, signs in sorted(workers.items())),
             restarts=self._restarts,
+            lost=image.gone,
+            replaced=tuple(sorted(image.devices.engines.joined.keys() - set(image.gone))),
         )
         partial = self._path.with_name(f".{self._path.name}.partial")
         partial.write_bytes(msgspec.json.encode(status))

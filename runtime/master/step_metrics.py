@@ -43,6 +43,8 @@ def flatten(ended: StepEnded, graph: Graph, plan: Plan) -> dict[str, float]:
         "staleness/max": float(ended.oldest),
         "staleness/p95": float(ended.age_p95),
     }
+    if ended.n_engines:
+        flat[f"{graph.generates[0]}/engines"] = float(ended.n_engines)
     return flat | {f"version/{role}": float(version) for role, version in ended.versions.items()}
 
 

@@ -49,6 +49,7 @@ class Member:
     hosts: tuple[str, ...] = ()
     interface: str = LOOPBACK
     apart: frozenset[int] = frozenset()
+    alone: bool = False  # it stands for a lost engine of one worker, and is in no group
 
     @property
     def host(self) -> str:
@@ -245,7 +246,7 @@ class Collectives:
         self.member, self._store = member, store
         self._groups: dict[tuple[int, ...], Ranks] = {}
         self._sessions: dict[tuple[int, ...], Ranks] = {}
-        if member.n_workers == 1:
+        if member.n_workers == 1 or member.alone:
             return
         assert store is not None, "more than one worker needs a store"
         deadline = timedelta(seconds=member.timeout_seconds)
@@ -311,6 +312,8 @@ class Collectives:
         worker = self.member.worker
         if worker not in layout.mesh.devices:
             raise KeyError(layout)
+        if self.member.alone:
+            return LayoutRanks.alone(self.member.device)
         dp, cp, tp, pp, copies, ep, expert_copies = (self._own(groups) for groups in _axis_groups(layout))
         along = (self._of(dp), self._of(cp), self._of(tp), self._of(pp), self._of(copies))
         experts = (self._of(ep), self._of(expert_copies))

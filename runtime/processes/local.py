@@ -151,6 +151,7 @@ class LocalFleet:
         self._changed = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
         self._asking = asyncio.Lock()  # requests go over the pipe one by one
+        self._entry = ""  # of the program that all workers run
         self.handles: dict[int, WorkerHandle] = {}
 
     @property
@@ -223,6 +224,17 @@ class LocalFleet:
         if worker in self._running:
             await self._ask(processes.Signal(worker, signal.SIGKILL))
 
+    restarts = True
+
+    async def restart(self, boot: WorkerBoot) -> None:
+        """See Fleet."""
+        worker = boot.worker
+        assert worker in self._boots and worker not in self._running, f"worker {worker} has not ended"
+        before = self._boots[worker]
+        self._boots[worker] = msgspec.structs.replace(boot, interface=before.interface, owner_pid=before.owner_pid)
+        self._running.add(worker)
+        await self._spawn(self._boots[worker])
+
     async def _all_gone(self, seconds: float) -> bool:
         try:
             async with asyncio.timeout(seconds):
@@ -242,18 +254,22 @@ class LocalFleet:
     async def start(self, entry: str) -> None:
         """Wait for the preloaded modules, then start every worker. Raises LaunchError."""
         await self._server.preloaded()
-        target = processes.target_of(enter)
+        self._entry = entry
         for boot in self._boots.values():
-            Path(boot.log).parent.mkdir(parents=True, exist_ok=True)
-            payload = msgspec.msgpack.encode(_Payload(entry, boot))
-            stacks, title = str(stacks_file(Path(boot.log))), f"realgraph worker {boot.worker}"
-            await self._ask(processes.Spawn(boot.worker, target, payload, boot.log, stacks, title))
+            await self._spawn(boot)
         while len(self.handles) < len(self._boots):
             event = await self._server.next_event()
             if event is None:
                 raise LaunchError("the fork server ended while it started the workers; its messages are above")
             self._note(event)
         self._reader = asyncio.create_task(self._read())
+
+    async def _spawn(self, boot: WorkerBoot) -> None:
+        Path(boot.log).parent.mkdir(parents=True, exist_ok=True)
+        payload = msgspec.msgpack.encode(_Payload(self._entry, boot))
+        stacks, title = str(stacks_file(Path(boot.log))), f"realgraph worker {boot.worker}"
+        target = processes.target_of(enter)
+        await self._ask(processes.Spawn(boot.worker, target, payload, boot.log, stacks, title))
 
     async def _read(self) -> None:
         while (event := await self._server.next_event()) is not None:

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
-from realgraph.runtime.commands.aborted import AbortedGroups, AbortedGroupsImage
+from realgraph.runtime.commands.aborted import LATE_BATCHES, AbortedGroups, AbortedGroupsImage
 from realgraph.runtime.commands.actions import Action, Send
 from realgraph.runtime.commands.function_queues import FunctionQueues, FunctionQueuesImage
 from realgraph.runtime.commands.keepers import keeper_of
@@ -27,7 +27,6 @@ from realgraph.runtime.wire.protocol import Abort, Drop, Execute, Generated, Loa
 
 DISCARDED_BATCHES = 20  # batches of groups in a row that all were left out: the run gives up
 NO_VERSION = -1  # of an engine that takes no groups over
-LATE_BATCHES = 20  # so much later than an abort begun groups are made when nothing is on its way any more from before
 
 
 class CollectionImage(Struct, frozen=True):
@@ -57,9 +56,9 @@ class Collection:
         self._all, self._shares = (1 << len(program.stream)) - 1, shares_tokens(job.graph, job.plan)
         self._leaving: dict[int, Group] = {}  # discarded, but a function still reads them
         self._aborted = AbortedGroups()
-        self._loads = {program.generate: GroupLoads(program.owner_workers)}  # by call, '' where data are loaded
+        self.loads = {program.generate: GroupLoads(program.owner_workers)}  # by call, '' where data are loaded
         for name in program.later:
-            self._loads[name] = GroupLoads(rank[0] for rank in program.calls[name].ranks)
+            self.loads[name] = GroupLoads(rank[0] for rank in program.calls[name].ranks)
         self.sessions: dict[str, int] = {}  # later generate calls that may be sent groups -> version of their weights
         self.held: frozenset[str] = frozenset()  # of these calls, later ones, no sample begins
         self._functions = FunctionQueues(program.function_processes, job.runtime.min_deadline_seconds)
@@ -74,7 +73,7 @@ class Collection:
     def image(self, tallies: TallyNumbers) -> CollectionImage:
         """All that it has but the ledger's groups."""
         leaving = tuple([group.image for group in self._leaving.values()])
-        loads = {name: loads.image for name, loads in self._loads.items()}
+        loads = {name: loads.image for name, loads in self.loads.items()}
         groups = leaving, self._aborted.image, loads, dict(self.sessions), tuple(sorted(self.held))
         counts = self.step, self.n_discarded_in_row, self.n_skipped
         limit = self._concurrency.image if self._concurrency is not None else None
@@ -86,7 +85,7 @@ class Collection:
         self._aborted.restore(image.aborted)
         self.sessions, self.held = dict(image.sessions), frozenset(image.held)
         for name, loads in image.loads.items():
-            self._loads[name].restore(loads)
+            self.loads[name].restore(loads)
         self._functions.restore(image.functions)
         self.tally, self.step = tallies[image.tally], image.step
         self.n_discarded_in_row, self.n_skipped = image.n_discarded_in_row, image.n_skipped
@@ -98,7 +97,7 @@ class Collection:
     def _answered(self, reply: Generated | Loaded, now: float) -> None:
         call, drawn = ("", 0) if isinstance(reply, Loaded) else (reply.call, reply.drawn)
         worker, n_tokens = reply.worker, sum(sample.n_tokens for sample in reply.samples)
-        self._loads[call].answered(worker, len(reply.groups) + len(reply.skipped), n_tokens, drawn)
+        self.loads[call].answered(worker, len(reply.groups) + len(reply.skipped), n_tokens, drawn)
         if self.n_open(worker):
             self._tasks.watch(worker, now, self.limit_seconds)
         else:
@@ -107,7 +106,7 @@ class Collection:
     def admit(self, places: int, at: Admission, now: float) -> list[Action]:
         """Admit as many groups as places and the limit of work in flight allow, each to the worker with least to do."""
         most = self._concurrency.most_per_engine if self._concurrency is not None else math.inf
-        dealt = self._loads[self._program.generate].deal(self._room(places), at.owners, most, at.resting)
+        dealt = self.loads[self._program.generate].deal(self._room(places), at.owners, most, at.resting)
         groups = [self._ledger.admit(worker, at.version) for worker in dealt]
         if self._concurrency is not None:
             self._concurrency.admitted([group.id for group in groups], now)
@@ -123,7 +122,7 @@ class Collection:
 
     def keepers(self, groups: Sequence[Group]) -> tuple[int, ...]:
         """Choose the workers that keep the tokens of groups from now on; none where tokens are not shared."""
-        engines = tuple(self._loads[self._program.generate].open)
+        engines = tuple(self.loads[self._program.generate].open)
         for group in groups if self._shares else ():
             group.keeper = keeper_of(group.id, group.owner, engines)
         return tuple([group.keeper for group in groups]) if self._shares else ()
@@ -142,7 +141,7 @@ class Collection:
         by_worker: dict[int, list[int]] = {}
         for group in groups:
             for call, worker in group.at_work(self._program.generate, self._program.stream):
-                self._loads[call].answered(worker, 1)  # nobody waits for it any more
+                self.loads[call].answered(worker, 1)  # nobody waits for it any more
                 if group.id not in by_worker.setdefault(worker, []):
                     by_worker[worker].append(group.id)
         for worker, numbers in by_worker.items():
@@ -153,19 +152,15 @@ class Collection:
 
     def n_open(self, worker: int) -> int:
         """Groups that `worker` has still to make."""
-        return sum(loads.open.get(worker, 0) for loads in self._loads.values())
+        return sum(loads.open.get(worker, 0) for loads in self.loads.values())
 
     def making(self, worker: int) -> list[str]:
         """The generate calls by which `worker` has groups to make."""
-        return [name for name, loads in self._loads.items() if loads.open.get(worker, 0)]
+        return [name for name, loads in self.loads.items() if loads.open.get(worker, 0)]
 
     def call_of(self, worker: int) -> str:
         """The call by which `worker` makes groups, for messages; '' where it loads data."""
         return next(iter(self.making(worker)), self._program.generate)
-
-    def n_making(self, call: str) -> int:
-        """Groups of which samples are still to be made by a generate call."""
-        return self._loads[call].n_making
 
     def next_batch(self, groups: Sequence[Group], now: float) -> StepTally:
         """A batch has been taken: what was reported of its groups; from now on groups are made for the next step."""
@@ -318,7 +313,7 @@ class Collection:
             self._ledger.put_back(batch.groups)
             self.tally.absorb(tally)
             self.step = min(self.step, batch.step)
-        loads = self._loads[self._program.generate]
+        loads = self.loads[self._program.generate]
         loads.lose(worker)
         own = self._ledger.unbatched(worker)
         kept = [group for group in own if versions.get(group.keeper, NO_VERSION) >= group.age_version]
@@ -331,8 +326,13 @@ class Collection:
             self._concurrency.lost(again, now)
         self._leaving = {number: group for number, group in self._leaving.items() if group.owner != worker}
         self._functions.lose(worker)
+        self._aborted.lose(worker)
         self._tasks.unwatch(worker)
         return by_owner(kept), len(again)
+
+    def join(self, worker: int) -> None:
+        """A worker that was gone is there again, without groups."""
+        self.loads[self._program.generate].join(worker)
 
     # --- streaming calls ----------------------------------------------------------------------------------------------
 
@@ -373,7 +373,7 @@ class Collection:
         """Give groups to the workers of a later generate call."""
         by_worker: dict[int, list[Group]] = {}
         for group in groups:
-            worker = group.makers[name] = self._loads[name].take(near=group.workers)
+            worker = group.makers[name] = self.loads[name].take(near=group.workers)
             by_worker.setdefault(worker, []).append(group)
             group.launched |= bit
             group.running += 1

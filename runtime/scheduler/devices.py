@@ -179,7 +179,7 @@ class Devices:
     def drained(self) -> bool:
         """True where new weights of a generate call wait for samples under way, and there are none."""
         trained = [name for name in self._program.generates if self._program.trains_of(name)]
-        return self._drains and not all(self._collection.n_making(name) for name in trained)
+        return self._drains and not all(self._collection.loads[name].n_making for name in trained)
 
     def _changed(self, name: str) -> list[str]:
         """The generate calls whose very weights `name` changes: its own copy, or those that it trains in place."""
@@ -190,7 +190,7 @@ class Devices:
 
     def _busy(self, name: str) -> bool:
         """True where `name`, which changes the weights that generate, waits until no sample is under way."""
-        return self._drains and any(self._collection.n_making(changed) for changed in self._changed(name))
+        return self._drains and any(self._collection.loads[changed].n_making for changed in self._changed(name))
 
     def reallocate(self, name: str, now: float) -> list[Action] | None:
         """Bring the copy of `name` up to date; None where a mesh is not free, or samples are under way that new weights
@@ -209,7 +209,8 @@ class Devices:
         move = WeightMove(self.versions[call.role], name, receivers)
         workers = sorted({*move.receivers, *call.trainer_workers})
         task = self._steps.tasks.open("reallocate", name, self._collection.step, self._collection.tally)
-        command = Reallocate(task.number, call.role, name, move.version, call.trainer_workers, move.receivers)
+        joined = {worker: n for worker, n in self.engines.joined.items() if worker in move.receivers}
+        command = Reallocate(task.number, call.role, name, move.version, call.trainer_workers, move.receivers, joined)
         self.engines.moving[task.number] = move
         self.turns.hold(lanes, task.number)
         self._steps.fly(task, workers, now, call.predicted_seconds)

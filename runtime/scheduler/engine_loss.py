@@ -1,5 +1,5 @@
-"""Goes on without an engine that is lost: its groups go on with those engines that keep their tokens. Those that nobody
-keeps are made again, from their prompts.
+"""Goes on without an engine that is lost, and with one that takes its place: its groups go on with those engines that
+keep their tokens. Those that nobody keeps are made again, from their prompts.
 
 No sample is lost or trained twice: a group has one number and one place in the ledger. What a step has begun to train
 is with its trainers already.
@@ -8,7 +8,7 @@ is with its trainers already.
 from collections.abc import Iterable, Mapping, Sequence
 
 from realgraph.runtime.commands import failures
-from realgraph.runtime.commands.actions import Action, EngineLost, Send
+from realgraph.runtime.commands.actions import Action, EngineJoined, EngineLost, EngineReplaced, Event, Send
 from realgraph.runtime.commands.tasks import Task
 from realgraph.runtime.job.engine_loss import expendable_workers, shares_tokens
 from realgraph.runtime.job.job import Job
@@ -18,7 +18,9 @@ from realgraph.runtime.scheduler.devices import Devices
 from realgraph.runtime.scheduler.ledger import Group, Ledger
 from realgraph.runtime.scheduler.steps import OpenSteps
 from realgraph.runtime.scheduler.transitions import GroupState
-from realgraph.runtime.wire.protocol import Failed, Forget, Keep
+from realgraph.runtime.wire.protocol import NOBODY, Failed, Forget, Keep
+
+FIRST_VERSION = 0  # of the weights that an engine begins with
 
 
 class EngineLosses:
@@ -36,11 +38,36 @@ class EngineLosses:
         self._collection, self._steps, self._devices, self._runner = collection, steps, devices, runner
         self._expendable, self._min_engines = expendable_workers(job.graph, job.plan), job.rollout.min_engines
         self._ledger, self._shares = ledger, shares_tokens(job.graph, job.plan)
+        layouts = [allocation.layout for allocation in job.plan.allocations.values()]
+        self._workers = sorted({device for layout in layouts for device in layout.mesh.devices})
         self.gone: set[int] = set()
 
     def left(self, workers: Iterable[int]) -> list[int]:
         """Those of the workers that are not gone."""
         return [worker for worker in workers if worker not in self.gone]
+
+    def ignores(self, event: Event) -> bool:
+        """True of what a worker that is gone has still said, and of further news of its end."""
+        return not isinstance(event, EngineJoined) and getattr(event, "worker", -1) in self.gone
+
+    def reaching(self, actions: Sequence[Action]) -> list[Action]:
+        """The actions without commands to workers that are gone."""
+        return [one for one in actions if not isinstance(one, Send) or one.worker not in self.gone]
+
+    @property
+    def n_engines(self) -> int:
+        """The engines that there are; 0 where none can be lost."""
+        return len(self._devices.engines.heads) if self._expendable else 0
+
+    def join(self, event: EngineJoined) -> list[Action]:
+        """A new process stands for a worker that is gone. It gets groups once it has the weights of the others."""
+        worker = event.worker
+        self.gone.remove(worker)
+        self._devices.engines.join(worker, event.process, FIRST_VERSION, self._devices.generator_weights)
+        self._collection.join(worker)
+        n_left, n_all = len(self._devices.engines.heads), len(self._expendable)
+        text = f"a new process has taken the place of worker {worker}: the run has {n_left} of {n_all} engines"
+        return [EngineReplaced(worker, text), *(self._keep(NOBODY) if self._shares else ())]
 
     def survives(self, worker: int) -> bool:
         """True where the run can go on without `worker`."""
@@ -89,11 +116,11 @@ class EngineLosses:
         return [self._collection.submit(one, groups, versions[one], now) for one, groups in moved.items()]
 
     def _forget(self, worker: int) -> list[Action]:
-        """Nothing more is needed of the tokens that a lost worker has told others."""
-        return [Send(engine, Forget(worker)) for engine in self._devices.engines.heads] if self._shares else []
+        """Nothing more is awaited from a lost worker, nor needed of the tokens that it has told others."""
+        return [Send(other, Forget(worker)) for other in self.left(self._workers)]
 
     def _keep(self, worker: int) -> list[Action]:
-        """Others keep the tokens that a lost worker has kept of groups."""
+        """Others keep the tokens of groups that a lost worker has kept, or nobody."""
         owners: dict[int, list[Group]] = {}
         for group in self._ledger.live.values():
             if group.keeper == worker and group.owner not in self.gone and group.state is not GroupState.BATCHED:

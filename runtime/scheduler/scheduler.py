@@ -12,6 +12,7 @@ from realgraph.runtime.commands.actions import (
     Action,
     Checkpointed,
     CheckpointWritten,
+    EngineJoined,
     EvalEnded,
     Event,
     Halt,
@@ -87,15 +88,14 @@ class Scheduler:
 
     def on(self, event: Event, now: float) -> list[Action]:
         """Actions that answer `event`; none any more after a Halt."""
-        if self._halted or getattr(event, "worker", -1) in self._losses.gone:
+        if self._halted or self._losses.ignores(event):
             return []
         try:
             actions = self._handle(event, now)
         except UnexpectedReply as error:
             worker = getattr(event, "worker", -1)
             actions = self._halt(Failed(worker, getattr(event, "call", ""), str(error), kind="worker"))
-        if self._losses.gone:
-            actions = [one for one in actions if not isinstance(one, Send) or one.worker not in self._losses.gone]
+        actions = self._losses.reaching(actions)
         return _without_sends_after_a_failure(actions) if self._halted else actions
 
     def deadline(self) -> float | None:
@@ -160,6 +160,8 @@ class Scheduler:
                 return self._halt(event)
             case WorkerLost():
                 return self._lost(event, now)
+            case EngineJoined():
+                return self._losses.join(event) + self._pump(now)
             case Tick():
                 return self._tick(now)
             case StopRequested():
@@ -380,13 +382,10 @@ class Scheduler:
         completed = self._steps.completed
         self._boundary.ended(completed, max(completed, self._steps.newest_train + 1), now)
         drops = [Send(worker, Drop(groups)) for worker, groups in batch.holdings().items()]
-        return [*drops, summary(batch, tally, self._devices.versions)]
+        return [*drops, summary(batch, tally, self._devices.versions, self._losses.n_engines)]
 
 
 def _without_sends_after_a_failure(actions: list[Action]) -> list[Action]:
     """The actions of an event; where they end in an error, nothing that was still to be sent is sent."""
-    match actions:
-        case [*_, Halt(error=Failed())]:
-            return [action for action in actions if not isinstance(action, Send)]
-        case _:
-            return actions
+    failed = bool(actions) and isinstance(actions[-1], Halt) and actions[-1].error is not None
+    return [action for action in actions if not (failed and isinstance(action, Send))]

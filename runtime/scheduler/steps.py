@@ -264,8 +264,8 @@ def _parts_of_whole(call: CallPlan, batch: Batch) -> list[Part]:
     return [(call.workers, (tuple(batch.ids),), batch.sources(call, positions))]
 
 
-def summary(batch: Batch, tally: StepTally, versions: Mapping[str, int]) -> StepEnded:
-    """The report of a step that has ended."""
+def summary(batch: Batch, tally: StepTally, versions: Mapping[str, int], n_engines: int) -> StepEnded:
+    """The report of a step that has ended. n_engines: see StepEnded."""
     ages = [batch.step - group.oldest for group in batch.groups]
     lengths = [sample.n_new_tokens for group in batch.groups for sample in group.samples]
     n_new_tokens = sum(sample.n_new_tokens for group in batch.groups for sample in group.kept)
@@ -287,4 +287,5 @@ def summary(batch: Batch, tally: StepTally, versions: Mapping[str, int]) -> Step
         transcripts=tuple(tally.transcripts),
         lengths=quantiles(lengths, LENGTH_QUANTILES) if any(lengths) else (),
         age_p95=sorted(ages)[math.ceil(0.95 * len(ages)) - 1],
+        n_engines=n_engines,
     )

@@ -30,6 +30,7 @@ from realgraph.runtime.wire.protocol import Peer
 
 Values = dict[str, dict[int, Tensor]]
 
+_ROUTES: tuple[Route, ...] = ("local", "tcp")
 _IDLE_CHANNELS = 4  # kept per peer and route
 _MOST_IDLE = 256  # kept of all; each has up to four files open
 _PEERS_AT_ONCE = 128  # asked by one gather
@@ -115,6 +116,14 @@ class DataPlane:
         """The workers of this run, ourselves among them or not: whom we may ask, and who may ask us."""
         self._peers = {peer.worker: peer for peer in peers}
         self._remote.allow([peer.key for peer in peers])
+
+    def join(self, peer: Peer) -> None:
+        """A new process stands for a worker: it may ask us from now on, and the one before it may not."""
+        self.connect([*(one for one in self._peers.values() if one.worker != peer.worker), peer])
+        with self._lock:
+            gone = [channel for route in _ROUTES for channel in self._idle.pop((peer.worker, route), [])]
+        for channel in gone:
+            channel.close()
 
     async def gather(
         self,

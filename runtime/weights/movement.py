@@ -18,11 +18,12 @@ from realgraph.runtime.job.job import Job
 from realgraph.runtime.models.weights import read_config, resolve
 from realgraph.runtime.parallel.checksums import Checksums
 from realgraph.runtime.parallel.cuts import layout_boxes
-from realgraph.runtime.parallel.exchange import Reallocation, WorkerParts, reallocation
+from realgraph.runtime.parallel.exchange import Reallocation, WeightPart, WorkerParts, reallocation
 from realgraph.runtime.parallel.groups import Collectives
 from realgraph.runtime.parallel.mapped import MappedRoute
 from realgraph.runtime.parallel.shares import Shares, shares
-from realgraph.runtime.wire.protocol import ArrivedBytes
+from realgraph.runtime.weights.handover import FetchedWeights, WeightHandover
+from realgraph.runtime.wire.protocol import ArrivedBytes, Reallocate
 
 
 def role_path(models: Mapping[str, ModelRole], role: str) -> str:
@@ -73,6 +74,8 @@ class Movement:
         self._expendable = expendable_workers(job.graph, job.plan)
         self._routes: dict[Between, _Route] = {}
         self._n_begun: Counter[Between] = Counter()
+        self._n_given: Counter[tuple[object, ...]] = Counter()  # by call and engines
+        self._given: dict[str, Shares] = {}  # by role
 
     @contextmanager
     def moved(self, between: Between, source: TrainEngine | RolloutEngine) -> Iterator[Moved]:
@@ -94,6 +97,40 @@ class Movement:
             sums = Checksums(moves, place, shapes, shown)
             yield Moved(route, before, route.bring(place).through(sums.watch), sums)
             route.lent += sums.compare(route.tell)
+
+    def hand_over(self, handover: WeightHandover, work: Reallocate, trained: Layout) -> None:
+        """Give this worker's share of the trained weights to engines in no process group. trained: their layout."""
+        if not work.joined:
+            handover.withdraw(work.call)
+            return
+        owner = self._trained[work.role]
+        specs = owner.weight_specs()
+        shapes, (dtype,) = {spec.name: spec.shape for spec in specs}, {spec.dtype for spec in specs}
+        with owner.held_parts() as held:
+            parts = [
+                WeightPart(name, box, held[name].values[box.within(held[name].box).slices].to(dtype))
+                for name, boxes in self._shares_of(work.role, trained, shapes)[self._worker].items()
+                for box in boxes
+            ]
+            key = (work.call, *work.joined.items())
+            self._n_given[key] += 1
+            verifies = self._job.runtime.verifies(self._n_given[key])
+            handover.give(work, parts, shapes if verifies else None)
+
+    def handed(
+        self, handover: WeightHandover, work: Reallocate, trained: Layout, rollout: RolloutEngine
+    ) -> FetchedWeights:
+        """The trained weights for the engine here, which is in no process group."""
+        specs = rollout.weight_specs()
+        shapes, (dtype,) = {spec.name: spec.shape for spec in specs}, {spec.dtype for spec in specs}
+        return handover.fetch(work, shapes, dtype, self._shares_of(work.role, trained, shapes))
+
+    def _shares_of(self, role: str, trained: Layout, shapes: Mapping[str, tuple[int, ...]]) -> Shares:
+        """The parts of the weights, each once, that those who train them give; alike on all workers."""
+        if role not in self._given:
+            in_order = dict(sorted(shapes.items()))
+            self._given[role] = shares(layout_boxes(in_order, trained, self._model_of(role)), in_order)
+        return self._given[role]
 
     def settle(self, role: str) -> None:
         """Before the trained weights of `role` change: wait until no other worker has them on loan. Raises

@@ -37,6 +37,14 @@ class Configure(_Message, frozen=True):
     peers: tuple[Peer, ...]
     collective: str  # path of worker 0's rendezvous; of other workers ''
     resume: str = ""  # checkpoint folder to load, '' for a fresh start
+    joined: bool = False  # this worker stands for a lost engine, and is in no process group
+
+
+class Meet(_Message, frozen=True):
+    """A new process stands for a worker that is gone: its store is here from now on. No answer."""
+
+    peer: Peer
+    process: int  # its number in that place, from 1
 
 
 class Load(_Message, frozen=True):
@@ -78,7 +86,8 @@ class Keep(_Message, frozen=True):
 
 
 class Forget(_Message, frozen=True):
-    """A worker is gone: forget what this one keeps of its tokens and was not asked for. No answer."""
+    """A worker is gone: await nothing from it, and forget what this one keeps of its tokens and was not asked for. No
+    answer."""
 
     worker: int
 
@@ -106,6 +115,8 @@ class Reallocate(_Message, frozen=True):
     version: int
     owners: tuple[int, ...]
     receivers: tuple[int, ...]  # of the workers of `call`: an engine that evaluates keeps its weights
+    # those of them that stand for lost engines, and are in no process group -> number of the process there
+    joined: dict[int, int] = field(default_factory=dict)
 
 
 class Drop(_Message, frozen=True):
@@ -173,6 +184,7 @@ class Shutdown(_Message, frozen=True):
 
 Command = (
     Configure
+    | Meet
     | Load
     | Submit
     | Keep

@@ -68,6 +68,10 @@ class SecureServer:
         self.address: str = bound_address(self._socket)
         self._tasks = (_forever(self._admit), _forever(self._watch))
 
+    def allow(self, allowed: Collection[str]) -> None:
+        """From now on the holders of these keys may connect, and nobody else. Connections that there are stay."""
+        self._allowed = frozenset(allowed)
+
     async def send(self, client: bytes, body: bytes, who: str, deadline_seconds: float) -> None:
         """Queue a message for a client. Raises TransportError, which calls it `who`, where it is not connected or takes
         nothing for that long."""

@@ -26,6 +26,11 @@ class MasterSocket:
         self._server = SecureServer(keys, frozenset(workers.values()), f"tcp://{interface}:0")
         self.address = self._server.address
 
+    def replace_key(self, worker: int, public: str) -> None:
+        """A new process stands for `worker`, with a key of its own: messages under the one before are refused."""
+        self._workers[worker] = public
+        self._server.allow(self._workers.values())
+
     async def send(self, worker: int, command: protocol.Command, deadline_seconds: float = 30.0) -> None:
         """Queue a command. Raises TransportError where the worker is not connected or takes nothing for that long."""
         await self.send_to_all((worker,), command, deadline_seconds)

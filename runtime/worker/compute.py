@@ -98,11 +98,11 @@ class Compute:
         job, graph = self.job, self.job.graph
         resources = self._resources
         resources.connect(self._configure.peers)
-        collectives = resources.join(job, self._configure.collective)
+        collectives = resources.join(job, self._configure.collective, alone=self._configure.joined)
         self._loading = Loading(job)
         self._assembler = Assembler(graph, resources.store, resources.plane, ABANDONED_SECONDS)
         self.roles = Roles(
-            job, self.worker, collectives, self._loading.decode, lambda call: self._work.put(Collect(call))
+            job, resources.handover, collectives, self._loading.decode, lambda call: self._work.put(Collect(call))
         )
         host = self._host = FunctionHost(
             job.user_dir, job.function_processes(self.worker), max_processes=job.runtime.function_max_processes

@@ -17,8 +17,10 @@ from realgraph.runtime.processes.environment import set_for_library
 from realgraph.runtime.processes.host_id import host_id
 from realgraph.runtime.processes.launcher import WorkerBoot
 from realgraph.runtime.store.bundle import TransferError
+from realgraph.runtime.store.mail import Mail
 from realgraph.runtime.store.store import Store
-from realgraph.runtime.store.transfer import DataPlane
+from realgraph.runtime.store.transfer import DataPlane, GatherRequest, Values
+from realgraph.runtime.weights.handover import WeightHandover
 from realgraph.runtime.wire.curve import is_local
 from realgraph.runtime.wire.interfaces import interface_of_address
 from realgraph.runtime.wire.protocol import Peer
@@ -88,7 +90,9 @@ class Resources:
         self.store = Store()
         self.kept = KeptTokens()
         place = f"{host_id()}/{boot.node}"
-        self.plane = DataPlane(boot.worker, self.store, boot.keys, boot.interface, place, self.kept.take)
+        self.mail = Mail(boot.worker, self.deposit)
+        self.plane = DataPlane(boot.worker, self.store, boot.keys, boot.interface, place, self._deposited)
+        self.handover = WeightHandover(self.store, self._views, self.mail)
         self.peer: Peer = msgspec.structs.replace(self.plane.peer, apart=bool(boot.files))
         self._files = FileClient(boot.files, boot.files_key, boot.keys) if boot.files else None
         self._hosts: tuple[str, ...] = ()
@@ -96,6 +100,21 @@ class Resources:
         self._collectives: Collectives | None = None
         self._rendezvous = open_rendezvous(boot.interface) if boot.worker == 0 else None
         self.collective_address = self._rendezvous.address if self._rendezvous is not None else ""
+
+    def _deposited(self, data: bytes) -> None:
+        """Another worker has had this one take bytes."""
+        if Mail.is_letter(data):
+            self.mail.take(data)
+        else:
+            self.kept.take(data)
+
+    def _views(self, wants: Sequence[GatherRequest]) -> Values:
+        return self.plane.gather_now(wants, deadline_seconds=ABANDONED_SECONDS, copy=False)
+
+    def meet(self, peer: Peer, process: int) -> None:
+        """A new process stands for a worker that was lost. process: its number there, from 1."""
+        self.mail.join(peer.worker, process)
+        self.plane.join(peer)
 
     def deposit(self, worker: int, data: bytes) -> str:
         """Have another worker take bytes. Returns why that has failed, '' where it has not."""
@@ -115,19 +134,21 @@ class Resources:
         self._hosts = tuple(peer.host for peer in sorted(peers, key=lambda peer: peer.worker))
         self._apart = frozenset(peer.worker for peer in peers if peer.apart)
 
-    def join(self, job: Job, address: str) -> Collectives:
-        """Join the process groups of all layouts of the plan. Collective. Raises CollectiveError."""
+    def join(self, job: Job, address: str, *, alone: bool = False) -> Collectives:
+        """Join the process groups of all layouts of the plan; alone: none of them. Collective. Raises
+        CollectiveError."""
         n_workers = job.cluster.n_devices
         seconds = job.runtime.start_seconds
-        store = reach_store(address, n_workers, seconds) if n_workers > 1 else None
+        store = reach_store(address, n_workers, seconds) if n_workers > 1 and not alone else None
         layouts = {allocation.layout for allocation in job.plan.allocations.values()}
         near = (self._hosts, self._interface, self._apart)
-        member = Member(self.worker, n_workers, self.device, ABANDONED_SECONDS, *near)
+        member = Member(self.worker, n_workers, self.device, ABANDONED_SECONDS, *near, alone)
         self._collectives = Collectives(member, store, layouts)
         return self._collectives
 
     def close(self) -> None:
         """Stop serving, leave the groups, give the shared memory back."""
+        self.mail.close()
         self.plane.close()
         if self._collectives is not None:
             self._collectives.close()

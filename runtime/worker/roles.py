@@ -38,12 +38,14 @@ from realgraph.runtime.job.job import Job
 from realgraph.runtime.parallel.groups import Collectives, Ranks
 from realgraph.runtime.rollout.engine import SglangEngine
 from realgraph.runtime.train.errors import LostPart
+from realgraph.runtime.weights.handover import WeightHandover
 from realgraph.runtime.weights.movement import Between, Movement, role_path
 from realgraph.runtime.weights.served import ServedCall
 from realgraph.runtime.wire.protocol import ArrivedBytes, HeldBytes, Reallocate
 from realgraph.runtime.worker.engines import ENGINES, Replica, open_server
 
 MAX_LOGPROB_GAP = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}  # mean nats a sampled token
+Notify = Callable[[str], None]
 
 
 def logprob_limit(job: Job, role: str) -> float:
@@ -58,9 +60,10 @@ class Roles:
     """
 
     def __init__(
-        self, job: Job, worker: int, collectives: Collectives, decode: Decode, notify: Callable[[str], None]
+        self, job: Job, handover: WeightHandover, collectives: Collectives, decode: Decode, notify: Notify
     ) -> None:
-        self._job, self._worker, self._collectives = job, worker, collectives
+        self._job, self._worker, self._collectives = job, (worker := collectives.member.worker), collectives
+        self.handover = handover
         self._kind, self._decode, self._notify = ENGINES[TORCH_KIND], decode, notify
         self.trained: dict[str, TrainEngine] = {}  # by role
         self.engines: dict[str, TrainEngine] = {}  # by call, of those that work on packed batches
@@ -357,10 +360,17 @@ class Roles:
             return self._served[call].update(work, owner, rollout)
         source = owner or engine or rollout
         assert source is not None, "neither an owner nor a receiver"
-        layout = self._job.plan.allocations[call].layout
-        some = None if set(work.receivers) == set(layout.mesh.devices) else frozenset(work.receivers)
+        if self._worker in work.joined:
+            assert rollout is not None, "a worker that only generates"
+            return self._fetch(work, rollout)
+        if owner is not None:
+            self._movement.hand_over(self.handover, work, self._trained_layouts[role])
+        layout, receivers = self._job.plan.allocations[call].layout, frozenset(work.receivers).difference(work.joined)
+        if not receivers:
+            return ArrivedBytes()
+        some = None if receivers == set(layout.mesh.devices) else receivers
         between = Between(role, (self._trained_layouts[role], layout), some)
-        receives = self._worker in work.receivers
+        receives = self._worker in receivers
         with self._movement.moved(between, source) as moved:
             if receives and engine is not None:
                 engine.load_weights(moved.parts, version)
@@ -374,6 +384,13 @@ class Roles:
                 if engine is None and moved.sums is not None:
                     moved.sums.count(rollout.checksums())
         return moved.arrived
+
+    def _fetch(self, work: Reallocate, rollout: RolloutEngine) -> ArrivedBytes:
+        """Bring the trained weights to an engine in no process group, which stands for a lost one."""
+        fetched = self._movement.handed(self.handover, work, self._trained_layouts[work.role], rollout)
+        rollout.prepare(fetched.parts)
+        rollout.switch(work.version, self._cache)
+        return fetched.compare(rollout.checksums, self._worker)
 
     def close(self, timeout: float) -> bool:
         """End the rollout engines. False where one does not end in time."""

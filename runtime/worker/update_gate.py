@@ -78,11 +78,16 @@ def shared(probes: Sequence[GateProbe], ranks: Ranks) -> list[GateProbe]:
     return [probe for row, count in rows for probe in unpacked(row[:count])]
 
 
+def _bytes(probe: GateProbe | None) -> bytes:
+    """A probe as it is mailed; b"" for none."""
+    return b"" if probe is None else probe.packed().cpu().numpy().tobytes()
+
+
 class _Awaited(NamedTuple):
     """Probes that a trainer has yet to look at: its own, and workers that send it theirs."""
 
     probes: list[GateProbe]
-    senders: tuple[int, ...]
+    senders: tuple[tuple[int, int], ...]  # worker, number of its process there: from 1 on in no process group
 
 
 class UpdateGate:
@@ -101,7 +106,7 @@ class UpdateGate:
         reads = {graph.plain(n, key) for n in first for key in graph.reads[n]}
         seen = BEHAVIOUR_LOGPROBS in reads
         self._needed = bool(trains) and (job.plan.staleness > 0 or not seen)
-        self._tag = PROBE_TAG + graph.generates.index(self._call)
+        self._tag, self._subject = PROBE_TAG + graph.generates.index(self._call), f"probe of {self._call}"
         self._awaited: _Awaited | None = None
         self._expendable = expendable_workers(job.graph, job.plan)
         self._sent: list[tuple[Tensor, dist.Work | None]] = []  # probes, which live until they have arrived
@@ -124,13 +129,17 @@ class UpdateGate:
         if not self._needed or call != self._call:
             return {}
         probe = self._draw() if self._worker in receivers else None
-        later = self._roles.updates_beside(call)
+        later, mail = self._roles.updates_beside(call), self._roles.handover.mail
+        if self._worker in work.joined:
+            mail.send(owners[0], self._subject, _bytes(probe))
+            return {}
         if self._worker not in owners:
             self._send(probe, owners[0])
             if not later:
                 self._arrive()
             return {}
-        others = tuple(worker for worker in receivers if worker not in owners and self._worker == owners[0])
+        senders = [worker for worker in receivers if worker not in owners and self._worker == owners[0]]
+        others = tuple([(worker, work.joined.get(worker, 0)) for worker in senders])
         before = self._awaited or _Awaited([], ())  # of other engines, under the same weights
         probes = [*before.probes, *([] if probe is None else [probe])]
         self._awaited = _Awaited(probes, before.senders + others)
@@ -143,7 +152,7 @@ class UpdateGate:
         if awaited is None or role != self._role:
             return {}
         self._awaited, engine = None, self._roles.trained[role]
-        others = [one for worker in awaited.senders for one in self._receive(engine.device, worker)]
+        others = [one for sender in awaited.senders for one in self._probes_of(engine.device, *sender)]
         return self._compare(engine, awaited.probes + others)
 
     def _draw(self) -> GateProbe | None:
@@ -204,6 +213,13 @@ class UpdateGate:
                 raise
             return []  # it is gone, and the run goes on without it
         return unpacked(flat)
+
+    def _probes_of(self, device: torch.device, worker: int, process: int) -> list[GateProbe]:
+        """The probe of another worker; none where it is gone, and the run goes on without it."""
+        if not process:
+            return self._receive(device, worker)
+        data = self._roles.handover.mail.wait(worker, self._subject, process)
+        return unpacked(torch.frombuffer(bytearray(data), dtype=torch.float64)) if data else []
 
     def _compare(self, engine: TrainEngine, probes: list[GateProbe]) -> dict[str, Metric]:
         """The gap as a metric. Called by all ranks where the weights are divided, with probes or without."""

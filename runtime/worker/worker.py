@@ -34,6 +34,7 @@ from realgraph.runtime.wire.protocol import (
     Hello,
     Keep,
     Load,
+    Meet,
     Reallocate,
     Reply,
     Rescue,
@@ -148,14 +149,24 @@ class Worker:
                 self._spawn(self._run_function(command))
             case Load() | Submit() | Execute() | Reallocate() | Save() | Evaluate() | Abort() | EndSession():
                 self._ready.queue(command)
-            case Keep() | Forget():
+            case Forget(worker=worker):
+                self._here.mail.give_up(worker)
                 self._ready.queue(command)
+            case Keep():
+                self._ready.queue(command)
+            case Meet(peer=peer, process=process):
+                self._here.meet(peer, process)
             case Drop(groups=groups):
                 self._ready.drop(groups)
             case Rescue():
                 self._spawn(self._rescue(command))
             case Shutdown():
                 raise AssertionError("handled by serve")
+
+    @property
+    def _here(self) -> Resources:
+        assert self._resources is not None, "a command before Hello"
+        return self._resources
 
     @property
     def _ready(self) -> Compute:

@@ -5,6 +5,7 @@ older ones, which are on their way. Knows no turns and no sessions.
 from collections.abc import Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 
 class WeightMove(Struct, frozen=True):
@@ -23,6 +24,7 @@ class EngineWeightsImage(Struct, frozen=True):
     kept: tuple[int, ...]
     late: dict[int, int]
     ranks: tuple[tuple[int, ...], ...]
+    joined: dict[int, int]
 
 
 class EngineWeights:
@@ -36,17 +38,22 @@ class EngineWeights:
         self.moving: dict[int, WeightMove] = {}
         self.switched: dict[int, int] = {}  # engines that generate under newer weights than the others, which follow
         self._kept: tuple[int, ...] = ()  # engines that evaluate, and so keep their weights
-        self.late: dict[int, int] = {}  # engines that have older weights than the others for that: their version
+        self.late: dict[int, int] = {}  # engines that have older weights than the others: their version
+        self.joined: dict[int, int] = {}  # engines in the place of lost ones -> number of the process there
 
     @property
     def image(self) -> EngineWeightsImage:
         """All that they have."""
-        return EngineWeightsImage(dict(self.moving), dict(self.switched), self._kept, dict(self.late), self._ranks)
+        joined = dict(self.joined)
+        return EngineWeightsImage(
+            dict(self.moving), dict(self.switched), self._kept, dict(self.late), self._ranks, joined
+        )
 
     def restore(self, image: EngineWeightsImage) -> None:
         """Go on from an image."""
         self.moving, self.switched = dict(image.moving), dict(image.switched)
         self._kept, self.late, self._ranks = image.kept, dict(image.late), image.ranks
+        self.joined = dict(image.joined)
 
     @property
     def heads(self) -> tuple[int, ...]:
@@ -59,6 +66,17 @@ class EngineWeights:
         self._kept = tuple([one for one in self._kept if one != engine])
         self.switched.pop(engine, None)
         self.late.pop(engine, None)
+        for task, move in self.moving.items():  # another process there does not get what this one was sent
+            self.moving[task] = replace(move, receivers=tuple([one for one in move.receivers if one != engine]))
+
+    def join(self, engine: int, process: int, version: int, others: int) -> None:
+        """A new process stands for an engine of one worker that is gone, by its number there, with weights of
+        `version`, where `others` have theirs."""
+        present = {*self.heads, engine}
+        self._ranks = tuple([rank for rank in self._all if rank[0] in present])
+        self.joined[engine] = process
+        if version < others:
+            self.late[engine] = version
 
     def keep(self, engines: Sequence[int]) -> None:
         """From now on just these engines keep the weights that they have, and take no new ones."""
