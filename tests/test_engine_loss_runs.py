@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.audit import judge_run
-from tests.runs import GRPO, finish, home, merged, records, start, write_run
+from tests.runs import GRPO, Running, finish, home, merged, records, start, write_run
 
 pytest.importorskip("torch")
 __all__ = ["home"]
@@ -62,16 +62,23 @@ def stands_still(run: Path) -> bool:
     return len(records(run)) == before
 
 
+def lose_engine(home: Path, running: Running, run: str, worker: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """End an engine while all groups wait for their rewards: others know its tokens, and no step has begun that needs
+    what it has."""
+    before = running.output().count(" was lost: ")
+    with holding(home):
+        running.until(lambda: stands_still(home / run), "the last step whose rewards are there")
+        os.kill(running.workers()[worker], by)
+        running.until(lambda: running.output().count(" was lost: ") > before, "the loss")
+
+
 def test_a_run_goes_on_without_an_engine_that_is_killed_and_ends_with_the_last(home: Path) -> None:
-    """Worker 0 goes first, which had the rendezvous of all groups; what is trained is audited sample by sample. It goes
-    while all groups wait for their rewards: others know their tokens, and no step has begun that needs what it has."""
+    """Worker 0 goes first, which had the rendezvous of all groups; what is trained is audited sample by sample."""
     (home / "slow.py").write_text(SLOW)
     running = start(home, "run", str(write_run(home, "loss", RUN)), name="loss")
     running.until_step(3)
-    with holding(home):
-        running.until(lambda: stands_still(home / "loss"), "the last step whose rewards are there")
-        os.kill(running.workers()[0], signal.SIGKILL)
-        running.until(lambda: "The run goes on with 1 of 2 engines" in running.output(), "the loss")
+    lose_engine(home, running, "loss", 0)
+    assert "The run goes on with 1 of 2 engines" in running.output()
     seen = len(records(home / "loss"))
     running.until_step(seen + 6)
     assert "worker 0 was lost: was killed by SIGKILL" in running.output()

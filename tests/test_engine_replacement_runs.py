@@ -16,7 +16,7 @@ from realgraph.runtime.master.event_log import Replay
 from realgraph.runtime.master.status import RunStatus, read_status
 from realgraph.runtime.wire.protocol import Done, Generated, Reallocate, Submit
 from tests.runs import Running, home, merged, records, start, write_run
-from tests.test_engine_loss_runs import RUN, SLOW
+from tests.test_engine_loss_runs import RUN, SLOW, lose_engine
 
 pytest.importorskip("torch")
 __all__ = ["home"]
@@ -30,12 +30,11 @@ def test_a_new_process_takes_the_place_of_an_engine_that_is_killed(home: Path) -
     running = start(home, "run", str(write_run(home, "back", REPLACED)), name="back")
     running.until_step(3)
     for n, victim in enumerate((0, 0, 1), 1):
-        before = running.workers()[victim]
-        os.kill(before, signal.SIGKILL)
+        lose_engine(home, running, "back", victim)
         until_replaced(running, n)
         assert f"has taken the place of worker {victim}: the run has 2 of 2 engines" in running.output()
         running.until_step(len(records(home / "back")) + 5)
-    os.kill(running.workers()[1], signal.SIGKILL)
+    lose_engine(home, running, "back", 1)
     running.until(lambda: "all 3 of rollout.replacements were made" in running.output(), "the last loss")
     running.until_step(len(records(home / "back")) + 2)
     os.kill(running.pid, signal.SIGINT)
@@ -55,7 +54,7 @@ def test_an_engine_that_stands_still_is_killed_and_replaced(home: Path) -> None:
     running = start(home, "run", str(write_run(home, "still", parts)), name="still")
     running.until_step(3)
     before = running.workers()[1]
-    os.kill(before, signal.SIGSTOP)
+    lose_engine(home, running, "still", 1, signal.SIGSTOP)
     until_replaced(running, 1)
     assert "worker 1 was lost: has not been heard of for" in running.output()
     assert running.workers()[1] != before
@@ -84,7 +83,7 @@ def test_trainers_that_divide_the_weights_bring_them_together(
     name = f"divided-{interrupt}"
     running = start(home, "run", str(write_run(home, name, parts)), name=name)
     running.until_step(2)
-    os.kill(running.workers()[0], signal.SIGKILL)
+    lose_engine(home, running, name, 0)
     until_replaced(running, 1)
     running.until_step(len(records(home / name)) + 5)
     os.kill(running.pid, signal.SIGINT)
