@@ -105,6 +105,17 @@ def test_an_engine_that_comes_late_takes_the_newest_weights_and_then_groups(inte
     assert moves[-1].version > moves[0].version >= 8
 
 
+@pytest.mark.parametrize("seed", [1001155, 1002051])
+def test_groups_of_the_last_steps_are_made_again_though_all_engines_are_back(seed: int) -> None:
+    """Their sessions have had their turns."""
+    rng = random.Random(seed)
+    shape = shape_of(rng)
+    simulator = Simulator(shape, rng)
+    assert lose_and_join(simulator, rng, rng.randint(2, 16))
+    halt = simulator.run()
+    assert halt is not None and halt.error is None, halt
+
+
 def test_before_the_first_update_a_new_engine_gets_groups_at_once() -> None:
     simulator = Simulator(Shape(n_workers=2 * N_ENGINES, split=True, staleness=2, steps=4), random.Random(3))
     simulator.run(2)

@@ -40,7 +40,18 @@ class EngineLosses:
         self._ledger, self._shares = ledger, shares_tokens(job.graph, job.plan)
         layouts = [allocation.layout for allocation in job.plan.allocations.values()]
         self._workers = sorted({device for layout in layouts for device in layout.mesh.devices})
+        self._graph = job.graph
         self.gone: set[int] = set()
+
+    @property
+    def n_again(self) -> int:
+        """Groups that are to be admitted though their sessions have had their turns: those that were lost, or left out
+        of a batch that was put back."""
+        if not (self.gone or self._devices.engines.joined):
+            return 0
+        step, generate = self._collection.step, self._graph.generates[0]
+        left_out = self._ledger.missing(step) if self._devices.turns.had(generate, step) else 0
+        return max(self._ledger.n_again, left_out)
 
     def left(self, workers: Iterable[int]) -> list[int]:
         """Those of the workers that are not gone."""

@@ -376,6 +376,10 @@ class Ledger:
         self._again = deque(sorted([*self._again, *numbers]))
         return numbers
 
+    def missing(self, step: int) -> int:
+        """Groups that the batches up to that of `step` still lack, those under way included in what there is."""
+        return max(0, (step + 1) * self.per_batch - self.n_trained - len(self.live))
+
     @property
     def n_again(self) -> int:
         """Groups to be admitted anew."""

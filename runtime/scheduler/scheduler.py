@@ -339,7 +339,7 @@ class Scheduler:
         target = self._boundary.target
         draining = self._devices.draining(self._barrier, target)
         begun = self._collection.hold(draining, now)
-        again = self._ledger.n_again if self._losses.gone else 0  # of batches whose sessions have had their turns
+        again = self._losses.n_again  # of batches whose sessions have had their turns
         if self._program.generate:
             if self._program.generate in draining or (self._devices.session is None and not again):
                 return begun

@@ -4,6 +4,7 @@ In round p a device runs `call` of step p + offset, for each of its turns in ord
 Devices with the same order have the same calls on the same meshes, so they move together and are kept as one lane.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
@@ -144,6 +145,12 @@ class Turns:
                 lane.position += 1
             else:
                 lane.done.add(position)
+
+    def had(self, call: str, step: int) -> bool:
+        """True where `call` of `step` has had its turn."""
+        lane = self._of[call][0]
+        left = (lane.at(position) for position in itertools.count(lane.position) if position not in lane.done)
+        return next(at for name, at in left if name == call) > step
 
     @staticmethod
     def idle(lanes: Iterable[_Lane]) -> bool:
