@@ -50,7 +50,7 @@ def test_a_new_process_takes_the_place_of_an_engine_that_is_killed(home: Path) -
 def test_an_engine_that_stands_still_is_killed_and_replaced(home: Path) -> None:
     """It wakes up no more; the status says what has become of it."""
     (home / "slow.py").write_text(SLOW)
-    parts = merged(REPLACED, {"runtime": {"lost_after_seconds": 4.0, "heartbeat_seconds": 0.2}})
+    parts = merged(REPLACED, {"runtime": {"lost_after_seconds": 10.0, "heartbeat_seconds": 0.2}})
     running = start(home, "run", str(write_run(home, "still", parts)), name="still")
     running.until_step(3)
     before = running.workers()[1]
