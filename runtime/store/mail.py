@@ -107,8 +107,8 @@ class Mail:
                 self._changed.notify_all()
 
     def wait(self, sender: int, subject: str, process: int = 0) -> bytes | None:
-        """The next message of a worker under a subject; None where that worker is gone. Waits without end.
-        process: see `join`; 0: the first that was there."""
+        """The next message of a worker under a subject; None where that worker is gone, as the master says at its
+        deadline. process: see `join`; 0: the first that was there."""
         with self._changed:
             self._changed.wait_for(lambda: self._came.get((sender, subject)) or not self._is(sender, process))
             came = self._came.get((sender, subject)) if self._is(sender, process) else None
