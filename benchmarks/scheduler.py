@@ -19,7 +19,7 @@ import msgspec
 
 from benchmarks.machine import describe
 from realgraph.runtime.commands.actions import Action, Event, Halt, Send, StepEnded
-from realgraph.runtime.job.sample_ids import sample_ids
+from realgraph.runtime.job.sample_ids import group_of, sample_ids
 from realgraph.runtime.scheduler.scheduler import Scheduler
 from realgraph.runtime.wire.protocol import (
     Done,
@@ -65,8 +65,9 @@ def answer(action: Send, n: int, rng: random.Random) -> Event | None:
             samples = tuple(Sample(sample, length, length) for sample, length in zip(ids, lengths, strict=True))
             return Generated(action.worker, command.call, command.groups, samples, started=1.0, ended=2.0)
         case Execute():
-            metrics = METRICS.get(command.call, {})
-            return Done(action.worker, command.task, command.call, metrics, started=1.0, ended=2.0)
+            metrics, groups = METRICS.get(command.call, {}), {group_of(share[0]) for share in command.shares}
+            means = {group: {"reward": Mean(4.0, 8.0)} for group in groups if command.call == "reward"}
+            return Done(action.worker, command.task, command.call, metrics, by_group=means, started=1.0, ended=2.0)
         case Reallocate() | Save() | Evaluate():
             return Done(action.worker, command.task, "")
     return None
