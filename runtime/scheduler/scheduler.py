@@ -387,5 +387,8 @@ class Scheduler:
 
 def _without_sends_after_a_failure(actions: list[Action]) -> list[Action]:
     """The actions of an event; where they end in an error, nothing that was still to be sent is sent."""
-    failed = bool(actions) and isinstance(actions[-1], Halt) and actions[-1].error is not None
-    return [action for action in actions if not (failed and isinstance(action, Send))]
+    match actions:
+        case [*_, Halt(error=Failed())]:
+            return [action for action in actions if not isinstance(action, Send)]
+        case _:
+            return actions

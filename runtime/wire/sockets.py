@@ -147,7 +147,9 @@ class SecureClient:
             raise self._refused()
         sending = asyncio.ensure_future(self._socket.send(body))
         try:
-            await asyncio.wait((sending, self._refusal), timeout=deadline_seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not sending.done():  # there was no room at once
+                both = (sending, self._refusal)
+                await asyncio.wait(both, timeout=deadline_seconds, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()
                 return
