@@ -5,7 +5,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -340,6 +340,21 @@ def test_no_descriptor_and_no_mapping_is_left(three: RankProcesses) -> None:
         assert (n_descriptors, n_mapped) == [(2, 1), (1, 1), (0, 0)][me]  # Python's mmap has a descriptor of its own
 
 
+def run_losing(victim: int, n: int, run: Callable[[LayoutRanks, Path], None], place: Path) -> None:
+    """Have `n` processes run, one of which is killed in it, and return when the others have ended."""
+    processes = RankProcesses(n, seconds=20.0)
+    others = [worker for worker in range(n) if worker != victim]
+    try:
+        with pytest.raises((EOFError, ConnectionResetError)):  # of the one that was killed
+            processes.run(run, place)
+    finally:
+        processes._processes[victim].join(10)
+        for worker in others:
+            processes._pipes[worker].send(None)
+        for worker in others:
+            processes._processes[worker].join(30)
+
+
 def without_worker_1(ranks: LayoutRanks, file: Path) -> None:
     """Worker 1 is killed while it reads; what the worker that it reads from says goes to `file`."""
     held, wanted, me = {0: WHOLE}, {1: WHOLE}, ranks.mesh.rank
@@ -354,15 +369,7 @@ def without_worker_1(ranks: LayoutRanks, file: Path) -> None:
 
 
 def test_a_worker_that_is_killed_while_it_reads_is_named(tmp_path: Path) -> None:
-    processes = RankProcesses(2, seconds=20.0)
-    try:
-        with pytest.raises((EOFError, ConnectionResetError)):  # of the one that was killed
-            processes.run(without_worker_1, tmp_path / "said")
-    finally:
-        for process in processes._processes[1:]:
-            process.join(10)
-        processes._pipes[0].send(None)
-        processes._processes[0].join(10)
+    run_losing(1, 2, without_worker_1, tmp_path / "said")
     assert (tmp_path / "said").read_text().startswith("worker: weights to or from worker 1 did not arrive: ")
 
 
@@ -382,15 +389,7 @@ def verified_without_worker_1(ranks: LayoutRanks, file: Path) -> None:
 
 
 def test_a_verified_reallocation_goes_on_without_a_worker_that_is_not_needed(tmp_path: Path) -> None:
-    processes = RankProcesses(3, seconds=20.0)
-    try:
-        with pytest.raises((EOFError, ConnectionResetError)):  # of the one that was killed
-            processes.run(verified_without_worker_1, tmp_path)
-        for i in (0, 2):
-            processes._pipes[i].send(None)
-    finally:
-        for process in processes._processes:
-            process.join(30)
+    run_losing(1, 3, verified_without_worker_1, tmp_path)
     assert (tmp_path / "0").read_text() == "0"
     assert (tmp_path / "2").read_text() == str(len(WHOLE))
 
@@ -414,14 +413,6 @@ def without_worker_0(ranks: LayoutRanks, file: Path) -> None:
 
 
 def test_a_worker_that_is_killed_while_it_is_read_is_named(tmp_path: Path) -> None:
-    processes = RankProcesses(2, seconds=20.0)
-    try:
-        with pytest.raises((EOFError, ConnectionResetError)):  # of the one that was killed
-            processes.run(without_worker_0, tmp_path / "said")
-    finally:
-        for process in processes._processes[:1]:
-            process.join(10)
-        processes._pipes[1].send(None)
-        processes._processes[1].join(10)
+    run_losing(0, 2, without_worker_0, tmp_path / "said")
     n = sum(box.numel for box in WHOLE.values())
     assert (tmp_path / "said").read_text().startswith(f"{n} weights to or from worker 0 did not arrive: ")
