@@ -16,6 +16,7 @@ from realgraph.runtime.parallel.checksums import WeightsDiffer, checksum
 from realgraph.runtime.parallel.cuts import Box
 from realgraph.runtime.parallel.exchange import WeightPart
 from realgraph.runtime.parallel.shares import Shares, shares
+from realgraph.runtime.store.bundle import TransferError
 from realgraph.runtime.store.mail import Mail
 from realgraph.runtime.store.store import Store
 from realgraph.runtime.store.transfer import DataPlane, GatherRequest, Values
@@ -42,7 +43,10 @@ class Place:
         return self.plane.peer
 
     def _deposit(self, worker: int, data: bytes) -> str:
-        self.plane.deposit(worker, data, 10.0)
+        try:
+            self.plane.deposit(worker, data, 10.0)
+        except TransferError as error:  # as a worker does it: the other may have hung up
+            return str(error)
         return ""
 
     def _gather(self, wants: Sequence[GatherRequest]) -> Values:
@@ -56,6 +60,7 @@ def places(request: pytest.FixtureRequest) -> Iterator[dict[int, Place]]:
         found = {n: Place(n, f"host {n}" if request.param == "several hosts" else None) for n in numbers}
         for place in found.values():
             stack.enter_context(place.plane)
+            stack.callback(place.mail.close)
             place.plane.connect([other.peer for other in found.values()])
         yield found
 
