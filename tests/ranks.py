@@ -48,14 +48,15 @@ class RankProcesses:
     """Runs a module-level function on all ranks at once: `function(ranks, *arguments)`, where `ranks` are all of them
     as data-parallel ones; returns their results. Groups of other layouts: `joined[0].of_layout`.
 
-    A rank that does not answer fails its test alone: the next one has new processes.
+    A rank that does not answer, or answers with an error, fails its test alone: the next one has new processes, as a
+    collective that was left unfinished would be taken for one of theirs.
     """
 
     def __init__(self, n_ranks: int = 2, layouts: Sequence[Layout] = (), seconds: float = DEADLINE_SECONDS) -> None:
         self._n_ranks, self._layouts, self._seconds = n_ranks, tuple(layouts), seconds
         self._pipes: list[Connection] = []
         self._processes: list[ForkServerProcess] = []
-        self._is_whole = False  # every rank has answered the last task
+        self._is_whole = False  # every rank has answered the last task, and without an error
         self._start()
 
     def _start(self) -> None:
@@ -97,6 +98,7 @@ class RankProcesses:
         for pipe in self._pipes:
             pipe.send((function, arguments))
         answers = [self._receive(rank) for rank in range(self._n_ranks)]
+        self._is_whole = all(well for well, _ in answers)
         for rank, (well, result) in enumerate(answers):
             assert well, f"rank {rank}:\n{result}"
         return [result for _, result in answers]

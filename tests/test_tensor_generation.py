@@ -279,6 +279,9 @@ def generate_ahead(ranks: LayoutRanks, folder: Path, layout: Layout, new_tokens:
         role, groups = ModelRole(path="x", dtype="float32"), joined[0].of_layout(layout)
         engine = open_rollout(role, OwnWeights(str(folder), CPU), LIMITS8, lambda tokens: "", lambda: None, groups)
         done: list[Completion] = []
+        if not groups.heads:
+            engine.pause()
+        ranks.mesh.barrier()  # a stage that paused between two steps would let the passes end that `wait` holds up
         if groups.heads:  # prompts of one token: no prefill
             engine.submit([Request(i, (i + 1,), new_tokens, seed=i) for i in range(8)])
             while len(done) < 8:
@@ -286,7 +289,6 @@ def generate_ahead(ranks: LayoutRanks, folder: Path, layout: Layout, new_tokens:
             engine.pause()
             engine.dismiss()
         else:
-            engine.pause()
             engine.follow()
         ranks.mesh.barrier()
         assert engine.close(10.0)
