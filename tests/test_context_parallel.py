@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from realgraph.runtime.attention.attention import attend
+from realgraph.runtime.attention.attention import ScoreShape, attend
 from realgraph.runtime.attention.segments import Segments
 from realgraph.runtime.parallel.context import attention as context_attention
 from realgraph.runtime.parallel.context.segments import ContextSegments
@@ -101,9 +101,11 @@ def test_chunks_attend_as_they_do_in_the_whole_row(seed: int, monkeypatch: pytes
     rng = random.Random(seed)
     ranks = rng.choice([2, 3, 4])
     lengths = [rng.choice([1, 2, 3, 7, 30, 60]) for _ in range(rng.randint(1, 7))]
-    shape: Any = (rng.choice([None, 1, 4, 20]), rng.choice([None, None, 1.5]))
+    window, softcap = rng.choice([None, 1, 4, 20]), rng.choice([None, None, 1.5])
     heads, kv_heads = rng.choice([(4, 4), (4, 2), (2, 1)])
     draw = torch.Generator().manual_seed(seed)
+    sinks = rng.choice([None, torch.randn(heads, dtype=torch.float64, generator=draw)])
+    shape = ScoreShape(window, softcap, sinks)
     rows: Any = tuple(
         torch.randn(sum(lengths), n, 8, dtype=torch.float64, generator=draw) for n in (heads, kv_heads, kv_heads)
     )
@@ -126,7 +128,7 @@ def test_variable_length_kernels_see_a_chunks_last_queries_last(window: int | No
     lengths, ranks, gpu = [700, 3, 90, 1500, 41], 2, torch.device("cuda")
     draw = torch.Generator().manual_seed(0)
     rows = [torch.randn(sum(lengths), n, 64, generator=draw).bfloat16() for n in (8, 2, 2)]
-    whole = attend((rows[0].float(), rows[1].float(), rows[2].float()), Segments(lengths, CPU), 0.1, (window, None))
+    whole = attend((rows[0].float(), rows[1].float(), rows[2].float()), Segments(lengths, CPU), 0.1, ScoreShape(window))
     shares = shares_of(lengths, ranks)
     parts = [ContextSegments(lengths, Seat(rank, ranks), gpu) for rank in range(ranks)]
     query, key, value = (x.cuda() for x in rows)
@@ -136,7 +138,7 @@ def test_variable_length_kernels_see_a_chunks_last_queries_last(window: int | No
     ]
     for rank in range(ranks):
         part = ContextSegments(lengths, Seat(rank, ranks, cut_rows), gpu)
-        found = part.attend((query[part.run], key[part.run], value[part.run]), 0.1, (window, None))
+        found = part.attend((query[part.run], key[part.run], value[part.run]), 0.1, ScoreShape(window))
         torch.testing.assert_close(found.float().cpu(), whole[part.run.cpu()], rtol=2e-2, atol=2e-2)
 
 

@@ -27,6 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma3_text": {},
     "qwen3_moe": {"moe_intermediate_size": 7, "num_experts_per_tok": 1, "mlp_only_layers": [1]},
     "mixtral": {"num_experts_per_tok": 1},
+    "gpt_oss": {"num_experts_per_tok": 1},
 }
 Shape = tuple[tuple[str, int], ...]
 
@@ -92,8 +93,10 @@ def intended_copies(model: ModelSpec, head: Head, name: str, ranks: tuple[int, i
     if "embed_tokens" in name:
         return dp * (2 if pp > 1 and model.tied and head == "lm" else 1)
     if ".experts." in name:
-        return dp * tp // ep if ep > 1 else dp
-    if re.search(r"norm|\.gate\.|score|(o|down)_proj\.bias", name):
+        if ep > 1:
+            return dp * tp // ep
+        return dp * tp if name.endswith("down_proj_bias") else dp
+    if re.search(r"norm|\.gate\.|\.router\.|score|(o|down)_proj\.bias", name):
         return dp * tp
     if re.search(r"[kv]_proj", name):
         return dp * max(1, tp // model.kv_heads)
@@ -146,8 +149,15 @@ def test_what_a_rank_holds_of_a_layer_computes_together(data: st.DataObject) -> 
             )
         for expert in {name.rsplit(".", 2)[0] for name in shapes if name.startswith(prefix) and ".w2." in name}:
             assert rows(f"{expert}.w1.weight") == rows(f"{expert}.w3.weight") == rows(f"{expert}.w2.weight", 1)
+        if (pair := rows(f"{prefix}mlp.experts.gate_up_proj", 2)) is not None:
+            assert pair == rows(f"{prefix}mlp.experts.gate_up_proj_bias", 1)
+            width = rows(f"{prefix}mlp.experts.down_proj", 1)
+            assert width is not None and (pair.start, pair.stop) == (2 * width.start, 2 * width.stop)
+        sinks = f"{prefix}self_attn.sinks"
+        heads = queries and range(queries.start // model.head_dim, queries.stop // model.head_dim)
+        assert sinks not in shapes or rows(sinks) == heads
         for name in shapes:  # a bias lies with its rows; whole behind a sum over ranks, of which one may have no part
-            if name.startswith(prefix) and name.endswith("bias"):
+            if name.startswith(prefix) and name.endswith(".bias"):
                 summed = layer in shard.layers and name.split(".")[-2] in ("o_proj", "down_proj")
                 of = range(shapes[name][0]) if summed else rows(name.removesuffix("bias") + "weight")
                 assert rows(name) == of, name

@@ -133,7 +133,7 @@ def test_balance_and_load_equal_transformers(folder: Path) -> None:
     torch.autograd.backward(expected)
     gates = {n: p.grad for n, p in reference.named_parameters() if n.endswith("gate.weight")}
     for (name, grad), block in zip(gates.items(), _blocks(model), strict=True):
-        torch.testing.assert_close(block.gate.weight.grad, grad, rtol=1e-5, atol=1e-7, msg=name)
+        torch.testing.assert_close(block.router_module.weight.grad, grad, rtol=1e-5, atol=1e-7, msg=name)
     record = record_of(model.network)
     assert record is not None
     assert found.expert_load is not None

@@ -57,9 +57,7 @@ def test_the_table_says_what_runs_where_and_what_bounds_it(run_file: Path, capsy
     assert set(plan.allocations) == {"rollout", "ref_logp", "train"}
 
 
-@pytest.mark.parametrize(
-    ("path", "kind", "devices"), [("openai/gpt-oss-20b", "gpt_oss", 8), ("deepseek-ai/DeepSeek-V3", "deepseek_v3", 256)]
-)
+@pytest.mark.parametrize(("path", "kind", "devices"), [("deepseek-ai/DeepSeek-V3", "deepseek_v3", 256)])
 def test_a_model_that_the_engines_do_not_know_is_planned_and_not_run(
     path: str, kind: str, devices: int, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,6 +82,16 @@ def test_a_model_that_the_engines_do_not_know_is_planned_and_not_run(
             timeout=120,
         )
         assert ended.returncode == 2 and f"the engines run no {kind} models" in ended.stderr
+
+
+def test_experts_of_gpt_oss_are_planned_for_the_engines(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_file.write_text(RUN.replace("allocation: {ref_logp", "# {ref_logp"))
+    free = ["models.actor.path=openai/gpt-oss-20b"]
+    plan = plan_command(run_file, free, PlanOptions(brief=True, exact=True))
+    assert sum(allocation.layout.ep > 1 for allocation in plan.allocations.values()) > 0  # experts are spread
+    assert "not run" not in capsys.readouterr().out
+    checked = check_run(run_file, free)
+    refuse_unknown_models(checked, request_for(checked))
 
 
 def test_json_goes_out_comes_back_and_can_be_edited(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -181,6 +181,8 @@ def test_bytes_that_differ_from_what_is_predicted_are_seen() -> None:
         ("qwen3_moe", 2, 2, 2),
         ("qwen3_moe", 4, 1, 4),
         ("qwen3_moe", 2, 4, 1),
+        ("gpt_oss", 4, 1, 2),
+        ("gpt_oss", 2, 2, 1),
         ("gemma2", 4, 2, 1),
     ],
 )
@@ -248,7 +250,8 @@ def test_of_an_asynchronous_plan_sizes_are_compared_and_samples_over_the_bound_s
 
 
 @pytest.mark.parametrize(
-    "name", ["Qwen/Qwen3-8B", "meta-llama/Llama-2-70b-hf", "Qwen/Qwen3-30B-A3B", "google/gemma-2-9b"]
+    "name",
+    ["Qwen/Qwen3-8B", "meta-llama/Llama-2-70b-hf", "Qwen/Qwen3-30B-A3B", "google/gemma-2-9b", "openai/gpt-oss-20b"],
 )
 def test_a_toy_model_has_the_structure_of_its_model(name: str) -> None:
     real = spec_from_config(known_models()[name], Where())

@@ -9,7 +9,7 @@ import torch
 
 from realgraph.graphs.spec import ModelRole
 from realgraph.runtime.attention import segments as segments_module
-from realgraph.runtime.attention.attention import bucketed
+from realgraph.runtime.attention.attention import ScoreShape, bucketed
 from realgraph.runtime.attention.segments import Segments
 from realgraph.runtime.attention.sharing import share_prefixes
 from realgraph.runtime.batch import Packed
@@ -120,7 +120,8 @@ def test_trees_and_rows_attend_alike(seed: int, monkeypatch: pytest.MonkeyPatch)
     if shared is None:
         return
     rng, draw = random.Random(seed), torch.Generator().manual_seed(seed)
-    n, shape = len(shared.kept), (rng.choice([None, 1, 3]), rng.choice([None, 2.0]))
+    sinks = rng.choice([None, torch.randn(4, dtype=torch.float64, generator=draw)])
+    n, shape = len(shared.kept), ScoreShape(rng.choice([None, 1, 3]), rng.choice([None, 2.0]), sinks)
     monkeypatch.setattr(segments_module, "_scores", lambda _: 0)  # trees wherever they can be had
     trees = Segments(batch.lengths, torch.device("cpu"), shared)
     rows = Segments(batch.lengths, torch.device("cpu"), replace(shared, groups=()))

@@ -56,7 +56,7 @@ LAYOUTS = {
     **{"pp4_x2": PP4_X2, "dp2_pp2_x3": DP2_PP2_X3, "ep2_pp2_x2": EP2_PP2_X2},
 }
 KINDS = ("qwen3", "llama", "gemma2")
-MIXTURES = ("qwen3_moe", "mixtral")
+MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss")
 LIMITS = RolloutLimits(max_running=6, max_cache_tokens=240, prefill_tokens=64)
 LIMITS8 = replace(LIMITS, max_running=8)
 # sequences give their pages to older ones: in lanes of one, or of some
@@ -158,6 +158,9 @@ CASES = [
     ("ep2", "qwen3_moe", "float64"),
     ("ep4", "mixtral", "float64"),
     ("ep4", "qwen3_moe", "float32"),
+    *(("tp4", "gpt_oss", how) for how in ("float64", "float32")),
+    ("ep4_tp2", "gpt_oss", "float64"),
+    ("dp2_pp2", "gpt_oss", "float64"),
     ("ep4_tp2", "qwen3_moe", "float64"),
     ("tp4_ep2", "mixtral", "float64"),
     ("dp2_pp2", "qwen3", "float64"),

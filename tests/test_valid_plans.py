@@ -42,7 +42,7 @@ CALLS = {
     "two trained roles": ("train", "train_twin", "rollout"),
     "sft": ("train",),
 }
-KINDS = ("qwen3", "qwen3_moe", "llama", "gemma2")
+KINDS = ("qwen3", "qwen3_moe", "gpt_oss", "llama", "gemma2")
 CLUSTERS = ((2, 2), (1, 4), (1, 2), (2, 4), (1, 8), (1, 1), (3, 2))  # nodes, devices of each
 WAYS = ("tp", "pp", "cp", "dp")
 _numbers = count()
@@ -57,7 +57,7 @@ def pins(draw: st.DrawFn, call: str, cluster: tuple[int, int], kind: str) -> dic
     pin: dict[str, Any] = {"devices": size, "tp": 1, "pp": 1, "cp": 1, "dp": 1}
     for _ in range(size.bit_length() - 1):
         pin[draw(st.sampled_from([way for way in WAYS if way != "cp" or not generates]))] *= 2
-    if kind == "qwen3_moe" and pin["dp"] * pin["tp"] * pin["cp"] % 2 == 0:
+    if kind in ("qwen3_moe", "gpt_oss") and pin["dp"] * pin["tp"] * pin["cp"] % 2 == 0:
         pin["ep"] = draw(st.sampled_from((2, 1)))
     if draw(st.booleans()):
         pin["residency"] = draw(st.sampled_from(("offloaded", "resident")))

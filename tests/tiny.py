@@ -10,6 +10,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -37,7 +38,7 @@ _SHAPE: dict[str, Any] = {
 
 
 def config(kind: str = "qwen3", **changes: Any) -> Any:
-    """A tiny configuration of a supported model type; Mistral and Gemma 2 and 3 with a sliding window of 5."""
+    """A tiny configuration of a supported model type; Mistral, gpt-oss and Gemma 2 and 3 with a sliding window of 5."""
     shape = {**_SHAPE, **changes}
     match kind:
         case "llama":
@@ -51,6 +52,10 @@ def config(kind: str = "qwen3", **changes: Any) -> Any:
             return Qwen3MoeConfig(**{"tie_word_embeddings": False, "head_dim": 16, **experts, **shape})
         case "mixtral":
             return MixtralConfig(**{"num_local_experts": 4, "sliding_window": 5, "head_dim": 8, **shape})
+        case "gpt_oss":
+            shape = {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 1.0, **shape}
+            yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4, "original_max_position_embeddings": 128}
+            return GptOssConfig(**{"head_dim": 16, "sliding_window": 5, "rope_parameters": yarn, **shape})
         case "mistral":
             return MistralConfig(**{"sliding_window": 5, "head_dim": 8, **shape})
         case "gemma":
@@ -64,7 +69,7 @@ def config(kind: str = "qwen3", **changes: Any) -> Any:
             raise ValueError(f"no tiny {kind!r}")
 
 
-KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text")
+KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gpt_oss", "gemma", "gemma2", "gemma3_text")
 
 
 def network(kind: str = "qwen3", seed: int = 0, **changes: Any) -> Any:

@@ -13,8 +13,10 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
 from realgraph.planner.inputs.shipped import shipped_table
 
-Trained = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text"]
-Architecture = Literal[Trained, "gpt_oss", "deepseek_v3"]
+Trained = Literal[
+    "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gpt_oss", "gemma", "gemma2", "gemma3_text"
+]
+Architecture = Literal[Trained, "deepseek_v3"]
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 TRAINED: tuple[Trained, ...] = get_args(Trained)  # those that the embedded engines know
 Head = Literal["lm", "value", "score"]

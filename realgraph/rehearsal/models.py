@@ -43,7 +43,7 @@ def toy_config(config: Mapping[str, Any], positions: int, factor: float) -> dict
         "pad_token_id": len(CHARACTERS) + 1,
         "dtype": "float64",
     }
-    if spec.experts and spec.architecture != "mixtral":  # whose experts are as wide as its MLPs would be
+    if spec.experts and spec.architecture not in ("mixtral", "gpt_oss"):  # whose experts are as wide as an MLP
         toy["moe_intermediate_size"] = _scaled(spec.expert_intermediate, width)
     if config.get("sliding_window"):
         toy["sliding_window"] = max(2, round(config["sliding_window"] * factor))

@@ -247,7 +247,7 @@ def without_routes(checked: Checked, models: Mapping[str, ModelSpec], engine: En
         where = checked.where(f"$.models.{name}.routing_replay")
         if not models[name].expert_layers:
             text = f"routing_replay is for mixtures of experts, and {role.path} ({models[name].architecture}) is none"
-            yield Problem(where, text, "leave it out, or take a Qwen3-MoE or Mixtral model", "routing_replay")
+            yield Problem(where, text, "leave it out, or take a Qwen3-MoE, Mixtral or gpt-oss model", "routing_replay")
         elif not engine.records_routes:
             text = f"{engine.name} do not tell which experts a token went to, so there is nothing to replay"
             yield Problem(where, text, "leave it out, or generate with the embedded engine", "routing_replay")

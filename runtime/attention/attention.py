@@ -58,8 +58,8 @@ def packed_attention(
     """Causal attention inside each sample of a packed row; the signature is transformers' AttentionInterface.
 
     query: [1, heads, T, dim]; key, value: [1, kv_heads, T, dim]. Returns ([1, T, heads, dim], None). options:
-    `segments` (required), `scaling`, `sliding_window` (tokens seen, the own included) and `softcap` (Gemma 2). Dropout
-    is left out: a policy's log-probabilities have to be those that its rollout saw.
+    `segments` (required), `scaling`, `sliding_window` (tokens seen, the own included), `softcap` (Gemma 2) and `s_aux`
+    ([heads], gpt-oss's sinks). Dropout is left out: a policy's log-probabilities have to be those that its rollout saw.
     """
     segments: Segments | PartOfRow | None = options.get("segments")
     if segments is None:
@@ -70,12 +70,21 @@ def packed_attention(
     window, softcap = options.get("sliding_window"), options.get("softcap")
     if window is not None and window >= segments.longest:
         window = None
+    shape = ScoreShape(window, softcap, options.get("s_aux"))
     rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))  # [T, heads, dim]
-    return attend(rows, segments, scaling, (window, softcap))[None], None
+    return attend(rows, segments, scaling, shape)[None], None
 
 
 Rows = tuple[Tensor, Tensor, Tensor]
-Shape = tuple[int | None, float | None]  # sliding window, softcap
+
+
+class ScoreShape(NamedTuple):
+    """The scores of a layer. window: tokens that a query sees, the own included. softcap: see `_softmaxed`. sinks:
+    [heads], see `softmax_beside`."""
+
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 class PartOfRow(Protocol):
@@ -84,12 +93,12 @@ class PartOfRow(Protocol):
     longest: int
     n_rows: int
 
-    def attend(self, rows: Rows, scaling: float, shape: Shape) -> Tensor:
+    def attend(self, rows: Rows, scaling: float, shape: ScoreShape) -> Tensor:
         """As `attend` of this module, for the part."""
         ...
 
 
-def attend(rows: Rows, segments: Segments | PartOfRow, scaling: float, shape: Shape) -> Tensor:
+def attend(rows: Rows, segments: Segments | PartOfRow, scaling: float, shape: ScoreShape) -> Tensor:
     """[T, heads, dim]: causal attention inside each sample. rows: [T, heads, dim] and twice [T, kv_heads, dim]."""
     if not isinstance(segments, Segments):
         return segments.attend(rows, scaling, shape)
@@ -100,7 +109,7 @@ def attend(rows: Rows, segments: Segments | PartOfRow, scaling: float, shape: Sh
     return bucketed(rows, segments, scaling, shape) if out is None else out
 
 
-def bucketed(rows: Rows, segments: Segments, scaling: float, shape: Shape) -> Tensor:
+def bucketed(rows: Rows, segments: Segments, scaling: float, shape: ScoreShape) -> Tensor:
     """[T, heads, dim], on any device and dtype: right-padded rectangles of like lengths, where causal masks enough."""
     query, key, value = rows
     if segments.fill is not None and segments.back is not None:
@@ -109,7 +118,7 @@ def bucketed(rows: Rows, segments: Segments, scaling: float, shape: Shape) -> Te
     sizes = [n_rows * width for n_rows, width in segments.buckets]
     pieces = []
     split = (torch.split(x, sizes) for x in (query, key, value))
-    for (n_rows, width), seen, *parts in zip(segments.buckets, segments.visible(shape[0]), *split, strict=True):
+    for (n_rows, width), seen, *parts in zip(segments.buckets, segments.visible(shape.window), *split, strict=True):
         q, k, v = (x.view(n_rows, width, *x.shape[1:]).transpose(1, 2) for x in parts)
         out = rectangle((q, k, v), scaling, shape, seen)
         pieces.append(out.transpose(1, 2).reshape(n_rows * width, q.shape[1], v.shape[-1]))
@@ -127,15 +136,15 @@ def _repeat(x: Tensor, heads: int) -> Tensor:
     return x[:, :, None].expand(n, kv_heads, heads // kv_heads, width, dim).reshape(n, heads, width, dim)
 
 
-def rectangle(rows: Rows, scaling: float, shape: Shape, seen: Tensor | None) -> Tensor:
+def rectangle(rows: Rows, scaling: float, shape: ScoreShape, seen: Tensor | None) -> Tensor:
     """Attention of [B, heads, L, dim] over keys and values [B, kv_heads, L, dim]: causal, where a window no shorter
     than L changes nothing. Or under the mask `seen` [B or 1, 1, L, K] over K keys, in which a window is."""
-    window, softcap = shape
+    window, plain = shape.window, shape.softcap is None and shape.sinks is None
     query, width = rows[0], rows[0].shape[2]
     key, value = (_repeat(x, query.shape[1]) for x in rows[1:])
     if seen is None and window is not None and window < width:
         seen = _band(width, window, query.device)
-    if softcap is None:
+    if plain:
         if seen is None:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling)
@@ -144,7 +153,7 @@ def rectangle(rows: Rows, scaling: float, shape: Shape, seen: Tensor | None) -> 
     n = max(1, MAX_SCORE_ENTRIES // (query.shape[1] * width * key.shape[2]))
     seen = seen.expand(len(query), 1, width, key.shape[2])
     pieces = [
-        _softcapped(q, k, v, (scaling, softcap, mask))
+        _softmaxed(q, k, v, mask, scaling, shape)
         for q, k, v, mask in zip(*(torch.split(x, n) for x in (query, key, value, seen)), strict=True)
     ]
     return torch.cat(pieces)
@@ -157,13 +166,26 @@ def _band(width: int, window: int, device: torch.device) -> Tensor:
     return (ago >= 0) & (ago < window)
 
 
-def _softcapped(query: Tensor, key: Tensor, value: Tensor, how: tuple[float, float, Tensor]) -> Tensor:
-    """Attention whose scores are cap x tanh(score / cap) (Gemma 2, arXiv:2408.00118, sec. 2), softmax in >= float32."""
-    scaling, cap, seen = how
-    scores = torch.tanh(query @ key.transpose(2, 3) * (scaling / cap)) * cap
-    scores = scores.masked_fill(~seen, float("-inf"))
-    weights = scores.softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
-    return weights @ value
+def softmax_beside(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax of masked scores [n, h, q, k] over k, in at least float32. sinks: [heads], heads = h x q or h, in this
+    order: of each the score of a key without a value, which takes its share of every query's weights (gpt-oss, arXiv:
+    2508.10925)."""
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    if sinks is None:
+        return scores.softmax(-1, dtype=wide)
+    column = sinks.to(scores.dtype).view(scores.shape[1], -1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], -1).softmax(-1, dtype=wide)[..., :-1]
+
+
+def _softmaxed(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scaling: float, shape: ScoreShape) -> Tensor:
+    """Attention by explicit scores: with a soft cap they are cap x tanh(score / cap) (Gemma 2, arXiv:2408.00118,
+    sec. 2)."""
+    cap = shape.softcap
+    scores = query @ key.transpose(2, 3) * (scaling if cap is None else scaling / cap)
+    if cap is not None:
+        scores = torch.tanh(scores) * cap
+    weights = softmax_beside(scores.masked_fill(~seen, float("-inf")), shape.sinks)
+    return weights.to(query.dtype) @ value
 
 
 class Ragged(NamedTuple):
@@ -176,15 +198,15 @@ class Ragged(NamedTuple):
     longest_keys: int
 
 
-def variable_length(rows: Rows, ragged: Ragged, scaling: float, shape: Shape) -> Tensor | None:
+def variable_length(rows: Rows, ragged: Ragged, scaling: float, shape: ScoreShape) -> Tensor | None:
     """[T, heads, dim] by a variable-length kernel, which aligns its causal mask to the last query and the last key;
     None where this device has none for these rows."""
-    query, (window, softcap) = rows[0], shape
-    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
+    query = rows[0]
+    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16) or shape.sinks is not None:
         return None
-    kernel = _varlen_kernel(softcap is not None, query.shape[-1], query.device.index or 0)
+    kernel = _varlen_kernel(shape.softcap is not None, query.shape[-1], query.device.index or 0)
     if kernel == "torch":
-        return _torch_varlen(rows, ragged, scaling, window)
+        return _torch_varlen(rows, ragged, scaling, shape.window)
     return _flash_varlen(rows, ragged, scaling, shape) if kernel == "flash" else None
 
 
@@ -222,10 +244,10 @@ def _torch_varlen(rows: Rows, ragged: Ragged, scaling: float, window: int | None
     return out
 
 
-def _flash_varlen(rows: Rows, ragged: Ragged, scaling: float, shape: Shape) -> Tensor:
+def _flash_varlen(rows: Rows, ragged: Ragged, scaling: float, shape: ScoreShape) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
-    window, softcap = shape
+    window, softcap = shape.window, shape.softcap
     out: Tensor = flash_attn_varlen_func(
         *(x.contiguous() for x in rows),
         ragged.queries,

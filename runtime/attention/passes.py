@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from realgraph.runtime.attention.attention import softmax_beside
 from realgraph.runtime.attention.kv_cache import KVCache
 from realgraph.runtime.attention.pages import PAGE_TOKENS, pages_for
 
@@ -35,11 +36,18 @@ def _visible(queries: Tensor, length: int, window: int | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Head:
-    """The scores of a layer: softmax(softcap(scale x q.k) + mask); window: tokens a query sees, None for all."""
+    """The scores of a layer: softmax(softcap(scale x q.k) + mask); window: tokens a query sees, None for all. sinks:
+    [heads], see `softmax_beside`."""
 
     scale: float
     window: int | None
     softcap: float | None
+    sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """The scores are as torch's own attention has them."""
+        return self.softcap is None and self.sinks is None
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, head: Head) -> Tensor:
@@ -47,11 +55,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, head: Head) 
 
     With a soft cap the scores are cap x tanh(score / cap) before the mask (Gemma 2, arXiv:2408.00118, sec. 2).
     """
-    if head.softcap is None:
+    if head.plain:
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=head.scale)
-    scores = torch.tanh(query @ key.transpose(-1, -2) * (head.scale / head.softcap)) * head.softcap + mask
-    weights = scores.softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32))
-    return weights.to(query.dtype) @ value
+    cap = head.softcap
+    scores = query @ key.transpose(-1, -2) * (head.scale if cap is None else head.scale / cap)
+    if cap is not None:
+        scores = torch.tanh(scores) * cap
+    return softmax_beside(scores + mask, head.sinks).to(query.dtype) @ value
 
 
 class RolloutPass(Protocol):
@@ -179,7 +189,7 @@ class PrefillPass:
         self._cache.store(layer, self._places, key.transpose(1, 2), value.transpose(1, 2))
         if self._rows is not None:
             key, value = self._cache.load(layer, self._rows.now()[0], n, self._length)
-        elif head.softcap is None and (head.window is None or width <= head.window):
+        elif head.plain and (head.window is None or width <= head.window):
             out = scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=head.scale, enable_gqa=query.shape[1] != key.shape[1]
             )
@@ -208,13 +218,13 @@ def _cached_attention(
     rollout_pass = options["rollout_pass"]
     assert isinstance(rollout_pass, DecodePass | PrefillPass)
     assert attention_mask is None
-    if options.get("s_aux") is not None:
-        raise ValueError("the generation engine knows no attention sinks")
     scale, window, softcap = options.get("scaling"), options.get("sliding_window"), options.get("softcap")
+    sinks = options.get("s_aux")
     head = Head(
         scale=scale if isinstance(scale, float) else query.shape[-1] ** -0.5,
         window=window if isinstance(window, int) else None,
         softcap=softcap if isinstance(softcap, float | int) else None,
+        sinks=sinks if isinstance(sinks, Tensor) else None,
     )
     layer = module.layer_idx
     assert isinstance(layer, int)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
-from realgraph.runtime.attention.attention import PartOfRow, attend
+from realgraph.runtime.attention.attention import PartOfRow, ScoreShape, attend
 from realgraph.runtime.attention.segments import Segments
 from realgraph.runtime.cpu.decode import Layer, Norm, decoder_layer, lean_applies
 from realgraph.runtime.parallel.sharding import computes_in_own_dtype
@@ -133,7 +133,7 @@ def _attend(
     window = layer.head.window
     if window is not None and window >= segments.longest:
         window = None
-    out = attend((query, key, value), segments, layer.head.scale, (window, None))
+    out = attend((query, key, value), segments, layer.head.scale, ScoreShape(window))
     out = out.reshape(len(inside), -1)
     if rows is not None:
         x, out = x.index_select(0, rows), out.index_select(0, rows)

@@ -21,6 +21,7 @@ SUPPORTED = {
     "qwen3_moe": "Qwen3-MoE",
     "mistral": "Mistral",
     "mixtral": "Mixtral",
+    "gpt_oss": "gpt-oss",
     "gemma": "Gemma",
     "gemma2": "Gemma 2",
     "gemma3_text": "Gemma 3 (text)",

@@ -4,7 +4,7 @@ Tensor parallelism cuts vocabularies by rows, attention by heads and MLPs by wid
 heads lie whole on every rank. KV heads fewer than the ranks are copied: rank r computes with head r x KV heads // tp.
 Biases of `o_proj` and `down_proj` lie whole on every rank and are added once, behind the sum over the ranks. Experts
 are whole and spread over the expert-parallel ranks, balanced and in order; with one such rank each is cut by width like
-an MLP. The cuts over ranks need not be even.
+an MLP. gpt-oss has one tensor for all experts of a layer, gate and up in turns. The cuts over ranks need not be even.
 """
 
 import math
@@ -22,12 +22,13 @@ from realgraph.planner.plan.stages import layer_ranges, stages_of
 
 EMBEDDING, NORM, LM_HEAD, SCORE = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "score.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_FUSED = re.compile(r"mlp\.experts\.(gate_up|down)_proj(_bias)?")  # of all experts of a layer
 _EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
-_ATTENTION = re.compile(r"self_attn\.([qkvo])_proj\.(weight|bias)")
+_ATTENTION = re.compile(r"self_attn\.(?:([qkvo])_proj\.(weight|bias)|sinks)")
 _MLP = re.compile(r"mlp\.(?:shared_expert\.)?(gate|up|down)_proj\.(weight|bias)")
 _WHOLE = re.compile(
     r"self_attn\.[qk]_norm\.weight|(?:input|(?:pre|post)_feedforward|post_attention)_layernorm\.weight"
-    r"|(?:mlp|block_sparse_moe)\.gate\.weight|mlp\.shared_expert_gate\.weight"
+    r"|(?:mlp|block_sparse_moe)\.gate\.weight|mlp\.router\.(?:weight|bias)|mlp\.shared_expert_gate\.weight"
 )
 
 
@@ -88,9 +89,9 @@ class Shard(Struct, frozen=True):
 
 
 def is_expert(name: str) -> bool:
-    """True for a tensor of one routed expert."""
+    """True for a tensor of routed experts: of one, or of all of a layer."""
     layer = _LAYER.fullmatch(name)
-    return layer is not None and _EXPERT.fullmatch(layer[2]) is not None
+    return layer is not None and any(names.fullmatch(layer[2]) for names in (_EXPERT, _FUSED))
 
 
 def split(n: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -218,11 +219,13 @@ def _in_layer(model: ModelSpec, name: str, shape: tuple[int, ...], shard: Shard)
     if match := _ATTENTION.fullmatch(name):
         if match[1] == "o":
             return (1, *_heads(model.heads, shape[1], shard)) if match[2] == "weight" else (0, 0, shape[0])
-        return 0, *_heads(model.heads if match[1] == "q" else model.kv_heads, shape[0], shard)
+        return 0, *_heads(model.kv_heads if match[1] in ("k", "v") else model.heads, shape[0], shard)
     if match := _MLP.fullmatch(name):
         if match[1] != "down":
             return 0, *split(shape[0], shard.tp, shard.tp_rank)
         return (1, *split(shape[1], shard.tp, shard.tp_rank)) if match[2] == "weight" else (0, 0, shape[0])
+    if match := _FUSED.fullmatch(name):
+        return _in_fused(shape, shard, gated=match[1] == "gate_up", bias=match[2] is not None)
     match = _EXPERT.fullmatch(name)
     if match is None or int(match[1]) >= model.experts:
         return None
@@ -231,6 +234,16 @@ def _in_layer(model: ModelSpec, name: str, shape: tuple[int, ...], shard: Shard)
         return dim, *split(shape[dim], shard.tp, shard.tp_rank)
     first, count = split(model.experts, shard.ep, shard.ep_rank)
     return 0, 0, shape[0] if first <= int(match[1]) < first + count else 0
+
+
+def _in_fused(shape: tuple[int, ...], shard: Shard, *, gated: bool, bias: bool) -> tuple[int, int, int]:
+    """`_in_layer` of [experts, in, out] or [experts, out]. gated: the columns of gate and up lie in pairs."""
+    if shard.ep > 1:
+        return 0, *split(shape[0], shard.ep, shard.ep_rank)
+    if gated:
+        start, size = split(shape[-1] // 2, shard.tp, shard.tp_rank)
+        return len(shape) - 1, 2 * start, 2 * size
+    return (0, 0, shape[0]) if bias else (1, *split(shape[1], shard.tp, shard.tp_rank))
 
 
 def _heads(heads: int, rows: int, shard: Shard) -> tuple[int, int]:

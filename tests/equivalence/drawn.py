@@ -38,12 +38,13 @@ def drawn(random: Random) -> Case:
     """A training that every part of the engines can be asked for."""
     layout = random.choice(every_layout())
     deep = bool(layout.stages) or layout.pp == RANKS
-    mixtures = ("qwen3_moe deep",) if deep else ("qwen3_moe", "mixtral")
-    dense = [name for name in MODELS if name.endswith("deep") == deep and "moe" not in name and name != "mixtral"]
+    fitting = [name for name in MODELS if name.endswith("deep") == deep]
+    mixtures = [name for name in fitting if MODELS[name][0] in ("qwen3_moe", "mixtral", "gpt_oss")]
+    dense = [name for name in fitting if name not in mixtures]
     model = random.choice(mixtures if layout.ep > 1 or random.random() < 0.2 else dense)
     losses = ["rl", "sft", "value", "sequences"]
     if layout.dp < RANKS:  # whose workers share the two samples of a pair
         losses += ["pairs", "scores"]
-    if model in ("qwen3_moe", "mixtral") and layout.dp == layout.pp == 1:  # else not of the same micro-batches
+    if model in mixtures and not deep and layout.dp == layout.pp == 1:  # else not of the same micro-batches
         losses += ["balanced"]
     return Case(model, random.choice(losses), "float64", layout, random.choice(RECOMPUTE), epochs=2)

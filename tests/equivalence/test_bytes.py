@@ -23,7 +23,11 @@ from tests.ranks import RankProcesses
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
 WIDE |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 320}
-MODELS = {"qwen3": WIDE, "qwen3_moe": {**WIDE, "num_experts": 8, "moe_intermediate_size": 64}}
+MODELS = {
+    "qwen3": WIDE,
+    "qwen3_moe": {**WIDE, "num_experts": 8, "moe_intermediate_size": 64},
+    "gpt_oss": {**WIDE, "num_local_experts": 8, "intermediate_size": 192},
+}
 EVERY = {"dp4": Layout(DeviceMesh(0, 4), dp=4), **{name: LAYOUTS[name] for name in LAYOUTS if name != "tp2 apart"}}
 
 
@@ -77,12 +81,20 @@ def counted(ranks: LayoutRanks, case: Case, models: Path) -> dict[str, int] | No
     }
 
 
+def kind_of(name: str) -> str:
+    return "qwen3" if EVERY[name].ep == 1 else "qwen3_moe"
+
+
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, "bfloat16") for name in EVERY), *((name, "float32") for name in [*EVERY][::5])]
+    ("name", "kind", "dtype"),
+    [
+        *((name, kind_of(name), "bfloat16") for name in EVERY),
+        *((name, kind_of(name), "float32") for name in [*EVERY][::5]),
+        *((name, "gpt_oss", "bfloat16") for name in ("tp4", "fsdp2 tp2", "ep4 tp2", "ep2 fsdp2 pp2", "tp2 pp2")),
+    ],
 )
-def test_counted_bytes_are_the_planners(four: RankProcesses, wide: Path, name: str, dtype: Any) -> None:
+def test_counted_bytes_are_the_planners(four: RankProcesses, wide: Path, name: str, kind: str, dtype: Any) -> None:
     layout = EVERY[name]
-    kind = "qwen3" if layout.ep == 1 else "qwen3_moe"
     found = [one for one in four.run(counted, Case(kind, "sft", dtype, layout), wide) if one is not None]
     assert len(found) == layout.mesh.n_devices
     network = tiny.network(kind, **MODELS[kind])
@@ -135,7 +147,7 @@ def test_sharded_stages_hold_the_whole_weights_and_gradients_that_plans_count(
     four: RankProcesses, wide: Path, name: str
 ) -> None:
     layout = EVERY[name]
-    kind = "qwen3" if layout.ep == 1 else "qwen3_moe"
+    kind = kind_of(name)
     found = [one for one in four.run(gathered_bytes, Case(kind, "sft", "bfloat16", layout), wide) if one is not None]
     network = tiny.network(kind, **MODELS[kind])
     model, role = spec_from_config(network.config.to_dict(), Where()), ModelRole(trainable=True, dtype="bfloat16")
@@ -178,7 +190,7 @@ def test_a_copy_that_is_given_up_leaves_no_byte_and_comes_back_whole(
     four: RankProcesses, wide: Path, name: str
 ) -> None:
     layout = EVERY[name]
-    kind = "qwen3" if layout.ep == 1 else "qwen3_moe"
+    kind = kind_of(name)
     found = [one for one in four.run(given_up, Case(kind, "sft", "bfloat16", layout), wide) if one is not None]
     assert len(found) == layout.mesh.n_devices
     for (before, without, after), same in found:

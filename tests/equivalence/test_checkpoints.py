@@ -51,6 +51,8 @@ PAIRS = [
     ("mixtral", "ep2 fsdp4", "ep2 tp4"),
     ("qwen3_moe", "ep2 fsdp2 cp2", "ep2 pp2"),
     ("mixtral", "ep2 fsdp2 pp2", "ep4 dp2 cp2"),
+    ("gpt_oss", "ep2 tp2 pp2", "tp4"),
+    ("gpt_oss", "fsdp2 tp2", "ep2 fsdp2 cp2"),
 ]
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realgraph.runtime.parallel.cuts import split
-from realgraph.runtime.parallel.experts.block import NAMES, MixtureSpec, SparseBlock
+from realgraph.runtime.parallel.experts.block import NAMES, Experts, MixtureSpec, Router, SparseBlock
 from realgraph.runtime.parallel.experts.dispatch import Dispatch
 from realgraph.runtime.parallel.experts.routing import RoutingRecord
 from realgraph.runtime.parallel.groups import LayoutRanks, Ranks
@@ -27,7 +27,9 @@ def owned(rank: int, ranks: int) -> range:
 def block_of(rank: int, ranks: int) -> SparseBlock:
     """The same weights on every rank, of which it keeps its own experts."""
     settings = MixtureSpec(EXPERTS, 2, True, HIDDEN, WIDTH)
-    block = SparseBlock(NAMES["qwen3_moe"], settings, F.silu, (RoutingRecord(1, EXPERTS), 0)).double()
+    experts = Experts(NAMES["qwen3_moe"], settings, F.silu)
+    router = "gate", Router(EXPERTS, HIDDEN, biased=False)
+    block = SparseBlock(settings, router, experts, (RoutingRecord(1, EXPERTS), 0)).double()
     draw = torch.Generator().manual_seed(0)
     for name, parameter in block.named_parameters():
         whole = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)

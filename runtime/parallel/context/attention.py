@@ -11,7 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from realgraph.runtime.attention.attention import MAX_SCORE_ENTRIES, Ragged, Rows, Shape, rectangle, variable_length
+from realgraph.runtime.attention.attention import (
+    MAX_SCORE_ENTRIES,
+    Ragged,
+    Rows,
+    ScoreShape,
+    rectangle,
+    variable_length,
+)
 from realgraph.runtime.parallel.context.shares import SampleChunk
 
 BLOCK_QUERIES = 512  # under one mask: more would compute more of what a causal mask hides
@@ -52,7 +59,7 @@ def _offsets(sizes: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32)
 
 
-def cut_attention(rows: Rows, cut: CutSamples, scaling: float, shape: Shape) -> Tensor:
+def cut_attention(rows: Rows, cut: CutSamples, scaling: float, shape: ScoreShape) -> Tensor:
     """[n_rows, heads, dim]. rows: queries [n_rows, heads, dim]; keys and values [S, kv_heads, dim]."""
     query, key, value = rows
     if query.is_cuda:
@@ -72,12 +79,12 @@ def cut_attention(rows: Rows, cut: CutSamples, scaling: float, shape: Shape) -> 
     )
 
 
-def _block(rows: Rows, block: tuple[int, int, int], scaling: float, shape: Shape) -> Tensor:
+def _block(rows: Rows, block: tuple[int, int, int], scaling: float, shape: ScoreShape) -> Tensor:
     """[n, heads, dim] of the queries at tokens first to last of a sample whose keys begin at `begin`."""
     begin, first, last = block
-    oldest = 0 if shape[0] is None else max(0, first - shape[0] + 1)
+    oldest = 0 if shape.window is None else max(0, first - shape.window + 1)
     query, *seen = (x[None].transpose(1, 2) for x in (rows[0], *(x[begin + oldest : begin + last] for x in rows[1:])))
     step = torch.arange(oldest, last, device=query.device)
     ago = step[first - oldest :, None] - step[None, :]
-    mask = ago >= 0 if shape[0] is None else (ago >= 0) & (ago < shape[0])
+    mask = ago >= 0 if shape.window is None else (ago >= 0) & (ago < shape.window)
     return rectangle((query, seen[0], seen[1]), scaling, shape, mask[None, None])[0].transpose(0, 1)

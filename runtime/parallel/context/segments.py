@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from realgraph.runtime.attention import attention
-from realgraph.runtime.attention.attention import Rows, Shape
+from realgraph.runtime.attention.attention import Rows, ScoreShape
 from realgraph.runtime.attention.segments import Segments
 from realgraph.runtime.parallel.context.attention import CutSamples, cut_attention
 from realgraph.runtime.parallel.context.gather import gather_alike, gather_parts
@@ -64,7 +64,7 @@ class ContextSegments:
         """Tokens of the packed row."""
         return len(self._owner)
 
-    def attend(self, rows: Rows, scaling: float, shape: Shape) -> Tensor:
+    def attend(self, rows: Rows, scaling: float, shape: ScoreShape) -> Tensor:
         """[n_rows, heads, dim]: its queries over all that they may see. Collective where a sample is cut."""
         if self._cut is None:
             assert self._whole is not None

@@ -1,13 +1,13 @@
 """A mixture of experts in place of transformers' own: each expert has parameters of its own, named as in its files.
 
 transformers fuses the experts of a layer into one tensor, and files name each: with parameters that are named as in
-files, a part of one expert is a part of one tensor for cuts, shards, optimizers, messages and checkpoints alike. Knows
-Qwen3-MoE and Mixtral. No token is dropped.
+files, a part of one expert is a part of one tensor for cuts, shards, optimizers, messages and checkpoints alike. Files
+of gpt-oss fuse experts, too. Knows Qwen3-MoE, Mixtral and gpt-oss. No token is dropped.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from realgraph.runtime.parallel.cuts import split
 from realgraph.runtime.parallel.experts.dispatch import Dispatch
+from realgraph.runtime.parallel.experts.fused import FusedExperts
 from realgraph.runtime.parallel.experts.routing import RoutingRecord, choose
 from realgraph.runtime.parallel.groups import Ranks
 from realgraph.runtime.parallel.pipeline.stage import Chunk, layers_of, stage_of
@@ -36,6 +37,7 @@ NAMES = {
     "qwen3_moe": FileNames("mlp", "gate_proj", "up_proj", "down_proj"),
     "mixtral": FileNames("block_sparse_moe", "w1", "w3", "w2"),
 }
+FUSED = "gpt_oss"  # whose files fuse the experts of a layer
 
 
 class Matrix(nn.Module):
@@ -76,9 +78,14 @@ class Experts(nn.Module):
         for number in range(settings.n_experts):
             self.add_module(str(number), Expert(names, settings.hidden, settings.width))
 
-    def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    @property
+    def output_bias(self) -> None:
+        """They have none."""
+        return
+
+    def forward(self, rows: Tensor, counts: Sequence[int], *, biased: bool = True) -> Tensor:
         """The rows of each expert that is here, in order of experts, through it. rows: [n, hidden]; counts: rows of
-        each."""
+        each. biased: with the bias of the outputs."""
         out = []
         for number, part in zip(self.own, torch.split(rows, list(counts)), strict=True):
             if len(part) or torch.is_grad_enabled():  # without rows it still has a gradient, of zeros, on every rank
@@ -100,28 +107,49 @@ class MixtureSpec:
     width: int
 
 
+class Router(nn.Module):
+    """The logits of experts: weight [experts, hidden], bias [experts] where the model has one."""
+
+    def __init__(self, n_experts: int, hidden: int, *, biased: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_experts, hidden))
+        self.bias = nn.Parameter(torch.empty(n_experts)) if biased else None
+
+
 class SparseBlock(nn.Module):
     """A router and its experts. edges: where tensor parallelism cuts rows; spread: the workers over which whole experts
     are spread (one alone: each expert is here, or cut by width)."""
 
     def __init__(
-        self, names: FileNames, settings: MixtureSpec, activation: Any, place: tuple[RoutingRecord, int]
+        self,
+        settings: MixtureSpec,
+        router: tuple[str, Router],
+        experts: Experts | FusedExperts,
+        place: tuple[RoutingRecord, int],
     ) -> None:
-        """place: where it notes its routes, and its number among the layers of experts."""
+        """router: with its name in files. place: where it notes its routes, and its number among the layers of
+        experts."""
         super().__init__()
         self.settings = settings
-        self.gate = Matrix(settings.n_experts, settings.hidden)
-        self.experts = Experts(names, settings, activation)
+        self._router = router[0]
+        self.add_module(*router)
+        self.experts = experts
         self.record, self.layer = place
         self.edges: Edges | None = None
         self.spread: Ranks | None = None
+
+    @property
+    def router_module(self) -> Router:
+        """Its router, whatever its name in files."""
+        return cast(Router, self.get_submodule(self._router))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]; of rows that tensor parallelism cuts, this rank's."""
         x = hidden_states.reshape(-1, self.settings.hidden)
         live = len(x) if self.edges is None else self.edges.live_rows(len(x))
         given, settings = self.record.given(self.layer), self.settings
-        routes = choose(x, self.gate.weight, settings.top_k, normalised=settings.normalised, given=given)
+        weight, bias = self.router_module.weight, self.router_module.bias
+        routes = choose(x, weight, settings.top_k, normalised=settings.normalised, given=given, bias=bias)
         self.record.add(self.layer, routes, live)
         if self.spread is not None:
             own = slice(live) if self.edges is None else self.edges.own_share(live)
@@ -132,16 +160,19 @@ class SparseBlock(nn.Module):
         elif self.edges is not None:
             edges = self.edges
             whole, weights = edges.enter(x[None])[0], edges.enter(routes.weights[None])[0]
-            out = edges.leave(self._here(whole, weights, edges.gather(routes.experts))[None])[0]
+            out = edges.leave(self._here(whole, weights, edges.gather(routes.experts), biased=False)[None])[0]
+            if (added := self.experts.output_bias) is not None:  # once, behind the sum over ranks
+                shares = torch.zeros_like(routes.probabilities).scatter(1, routes.experts, routes.weights)
+                out = out + (shares @ added.to(shares.dtype)).to(out.dtype)
         else:
             out = self._here(x, routes.weights, routes.experts)
         return out.view(hidden_states.shape)
 
-    def _here(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def _here(self, x: Tensor, weights: Tensor, chosen: Tensor, *, biased: bool = True) -> Tensor:
         """Every expert is on this rank. x: [n, hidden]; weights, chosen: [n, k]. Returns [n, hidden]."""
         order = chosen.reshape(-1).argsort(stable=True)
         counts = torch.bincount(chosen.reshape(-1), minlength=self.settings.n_experts).tolist()
-        rows = self.experts(x.index_select(0, order // self.settings.top_k), counts)
+        rows = self.experts(x.index_select(0, order // self.settings.top_k), counts, biased=biased)
         return _combined(rows, order, weights).to(x.dtype)
 
     def _apart(self, x: Tensor, weights: Tensor, chosen: Tensor, ranks: Ranks) -> Tensor:
@@ -156,9 +187,17 @@ class SparseBlock(nn.Module):
     def pass_by(self) -> None:
         """Take part in the exchanges of a pass without rows of one's own: those of others may come. Collective."""
         assert self.spread is not None, "every expert is here"
-        none = self.gate.weight.new_zeros((0, self.settings.hidden))
+        none = next(self.experts.parameters()).new_zeros((0, self.settings.hidden))
         dispatch = Dispatch(none.new_zeros(self.settings.n_experts, dtype=torch.int64), self.spread)
         dispatch.give_back(self.experts(dispatch.send(none), dispatch.received))
+
+
+class PairedBlock(SparseBlock):
+    """As the layers of gpt-oss call it, which leave the second result aside."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """See `SparseBlock`."""
+        return super().forward(hidden_states), None
 
 
 def _combined(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
@@ -172,29 +211,46 @@ def _combined(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 def name_experts(network: Any) -> None:
     """Put a SparseBlock in place of each fused mixture of a network, in place; of any other network nothing changes."""
     config = network.config
-    names = NAMES.get(config.model_type)
-    if names is None:
+    kind = config.model_type
+    if kind not in (*NAMES, FUSED):
         return
     config.output_router_logits = False  # transformers would look for its own routers
     sparse = [layer for layer in network.model.layers if hasattr(layer.mlp, "experts")]
     record = RoutingRecord(len(sparse), config.num_local_experts)
     for number, layer in enumerate(sparse):
-        fused = layer.mlp.experts
-        settings = MixtureSpec(
-            n_experts=fused.num_experts,
-            top_k=config.num_experts_per_tok,
-            normalised=bool(getattr(config, "norm_topk_prob", True)),
-            hidden=fused.hidden_dim,
-            width=fused.intermediate_dim,
-        )
-        with torch.device(fused.down_proj.device):
-            block = SparseBlock(names, settings, fused.act_fn, (record, number))
-        if names.block != "mlp":
-            del layer.mlp
-            object.__setattr__(layer, "mlp", block)  # what the layer calls; not a second name of its parameters
-        setattr(layer, names.block, block)
+        with torch.device(layer.mlp.experts.down_proj.device):
+            if kind == FUSED:
+                layer.mlp = _fused_block(config, layer.mlp.experts, (record, number))
+            else:
+                _put_named_block(layer, config, (record, number))
     if sparse:
         network.routing_record = record
+
+
+def _put_named_block(layer: Any, config: Any, place: tuple[RoutingRecord, int]) -> None:
+    """In place of a layer's mixture one whose experts have names."""
+    names, fused = NAMES[config.model_type], layer.mlp.experts
+    settings = MixtureSpec(
+        n_experts=fused.num_experts,
+        top_k=config.num_experts_per_tok,
+        normalised=bool(getattr(config, "norm_topk_prob", True)),
+        hidden=fused.hidden_dim,
+        width=fused.intermediate_dim,
+    )
+    router = "gate", Router(settings.n_experts, settings.hidden, biased=False)
+    block = SparseBlock(settings, router, Experts(names, settings, fused.act_fn), place)
+    if names.block != "mlp":
+        del layer.mlp
+        object.__setattr__(layer, "mlp", block)  # what the layer calls; not a second name of its parameters
+    setattr(layer, names.block, block)
+
+
+def _fused_block(config: Any, fused: Any, place: tuple[RoutingRecord, int]) -> PairedBlock:
+    """gpt-oss's mixture, which chooses by logits alone: the weights of a token's experts sum to 1."""
+    shape = (config.num_local_experts, config.hidden_size, config.intermediate_size)
+    settings = MixtureSpec(shape[0], config.num_experts_per_tok, True, *shape[1:])
+    router = "router", Router(*shape[:2], biased=True)
+    return PairedBlock(settings, router, FusedExperts(*shape, (fused.alpha, fused.limit)), place)
 
 
 def blocks_by_chunk(network: Any) -> tuple[tuple[SparseBlock, ...], ...]:

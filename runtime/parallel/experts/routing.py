@@ -30,11 +30,20 @@ def route_dtype(n_experts: int) -> torch.dtype:
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[choice_bytes(n_experts)]
 
 
-def choose(x: Tensor, router: Tensor, top_k: int, *, normalised: bool, given: Tensor | None = None) -> Routes:
-    """x: [n, hidden]; router: [experts, hidden]. normalised: the weights of a token's experts sum to 1. given: [n, k]
-    of `route_dtype`, the experts to take, whatever the router says; where they are no expert, its own choice."""
+def choose(
+    x: Tensor,
+    router: Tensor,
+    top_k: int,
+    *,
+    normalised: bool,
+    given: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Routes:
+    """x: [n, hidden]; router: [experts, hidden]; bias: [experts], of its logits. normalised: the weights of a token's
+    experts sum to 1. given: [n, k] of `route_dtype`, the experts to take, whatever the router says; where they are no
+    expert, its own choice."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    probabilities = F.linear(x.to(wide), router.to(wide)).softmax(-1)
+    probabilities = F.linear(x.to(wide), router.to(wide), None if bias is None else bias.to(wide)).softmax(-1)
     weights, experts = probabilities.topk(top_k, dim=-1)
     if given is not None:
         experts = torch.where(given < len(router), given.long(), experts)
