@@ -312,9 +312,12 @@ def parse_config(folder: Path) -> Any:
     """transformers' configuration of a supported model. Raises ConfigError."""
     read_config(folder)
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers checks few fields: for the others it raises whatever they lead to
         raise refuse(folder / "config.json", f"transformers can't read it: {in_words(error)}") from error
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # a model that is built here is not packed, nor what is saved of it
+    return config
 
 
 def empty_network(config: Any, head: Head, dtype: torch.dtype) -> nn.Module:

@@ -19,6 +19,7 @@ DTYPES_BY_NAME = {  # of safetensors
     "BF16": torch.bfloat16,
     "I64": torch.int64,
     "I32": torch.int32,
+    "U8": torch.uint8,
     "BOOL": torch.bool,
 }
 

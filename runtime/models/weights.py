@@ -20,6 +20,7 @@ from realgraph.runtime.engine import Parts, Weights, WeightSpec
 from realgraph.runtime.files.paths import RunPath
 from realgraph.runtime.models.checkpoint_files import open_tensors, read_part
 from realgraph.runtime.models.heads import HEAD, SUPPORTED, Head, parameter_name
+from realgraph.runtime.models.mxfp4 import unpacked
 from realgraph.runtime.models.remote_tensors import UnreadableTensors
 from realgraph.runtime.parallel.cuts import Box, overlap
 from realgraph.runtime.parallel.exchange import Arriving, WeightPart
@@ -40,6 +41,7 @@ COPIED = (  # beside the weights, what a saved model needs to be used; copied fr
     "chat_template.json",
 )
 HUB_PATTERNS = ["*.safetensors", "model.safetensors.index.json", "config.json", *COPIED]
+ELSEWHERE = "*/*"  # the same weights in other forms
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -60,7 +62,7 @@ def resolve(path: str, revision: str | None = None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=HUB_PATTERNS))
+        return Path(snapshot_download(path, revision=revision, allow_patterns=HUB_PATTERNS, ignore_patterns=ELSEWHERE))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = reason or str(error).strip().splitlines()[0]
         text = f"neither a folder nor a model the Hub would give: {reason}"
@@ -85,7 +87,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if "auto_map" in config:
         hint = "remove `auto_map` if the weights are those of the architecture itself"
         raise refuse(file, "the checkpoint asks for its own code (auto_map), which is never run", hint)
-    if config.get("quantization_config"):
+    packed = config.get("quantization_config")
+    if packed and (not isinstance(packed, dict) or packed.get("quant_method") != "mxfp4"):
         raise refuse(file, "quantised weights can't be trained", "take the model's unquantised checkpoint")
     if config.get("use_bidirectional_attention"):
         raise refuse(file, "bidirectional attention is no causal language model")
@@ -142,25 +145,28 @@ def read_into(network: nn.Module, folder: RunPath, head: Head) -> tuple[str, ...
     tied = "lm_head.weight" not in shapes
     left = set(held)
     with ExitStack() as stack:
+        slices: dict[str, Any] = {}
+        files: dict[str, RunPath] = {}
         for file in weight_files(folder):
             try:
                 source = stack.enter_context(open_tensors(file))
             except UnreadableTensors as error:
                 raise refuse(file, f"the weights can't be read: {error.__cause__}", "is the file whole?") from error
-            for stored in source.keys():  # noqa: SIM118 (a safe_open is no mapping)
-                name = parameter_name(stored, head, tied)
-                if name is None:
-                    continue
-                if name not in shapes:
-                    raise refuse(file, f"tensor {stored!r} has no place in {type(network).__name__}")
-                if name not in held:
-                    continue  # of another stage
-                view = source.get_slice(stored)
-                shape = tuple(view.get_shape())
-                if shape != shapes[name]:
-                    raise refuse(file, f"tensor {stored!r} has shape {shape}, the config asks for {shapes[name]}")
-                read_part(view, held[name])
-                left.discard(name)
+            slices |= {stored: source.get_slice(stored) for stored in source.keys()}  # noqa: SIM118 (no mapping)
+            files |= dict.fromkeys(source.keys(), file)
+        for stored, view in unpacked(slices).items():
+            name, file = parameter_name(stored, head, tied), files.get(stored, folder)
+            if name is None:
+                continue
+            if name not in shapes:
+                raise refuse(file, f"tensor {stored!r} has no place in {type(network).__name__}")
+            if name not in held:
+                continue  # of another stage
+            shape = tuple(view.get_shape())
+            if shape != shapes[name]:
+                raise refuse(file, f"tensor {stored!r} has shape {shape}, the config asks for {shapes[name]}")
+            read_part(view, held[name])
+            left.discard(name)
     missing = sorted(left - {HEAD})
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
