@@ -36,7 +36,7 @@ from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.plan.stages import layer_ranges
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.engine import TrainSettings
-from realgraph.runtime.models.models import Start, build
+from realgraph.runtime.models.building import Start, build
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.parallel.pipeline.stage import layer_stages
 from realgraph.runtime.train.engine import open_engine

@@ -19,7 +19,7 @@ from realgraph.planner.request.engine_support import SGLANG_KIND, SUPPORT, TORCH
 from realgraph.run.running import prepare
 from realgraph.runtime.engine import OwnWeights, RolloutLimits, SharedWeights, TrainSettings, WeightSource
 from realgraph.runtime.generate.opening import open_rollout
-from realgraph.runtime.models.models import DTYPES, Start, build
+from realgraph.runtime.models.building import DTYPES, Start, build
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from realgraph.runtime.worker.engines import ENGINES, EngineKind

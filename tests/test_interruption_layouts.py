@@ -11,7 +11,7 @@ from realgraph.graphs.spec import ModelRole
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.engine import CacheUse, Completion, OwnWeights, Request, RolloutLimits
 from realgraph.runtime.generate.opening import open_rollout
-from realgraph.runtime.models.models import Start, build
+from realgraph.runtime.models.building import Start, build
 from realgraph.runtime.models.weights import whole
 from realgraph.runtime.parallel.groups import LayoutRanks
 from tests import tiny

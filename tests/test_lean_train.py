@@ -12,7 +12,8 @@ from realgraph.graphs.spec import ModelRole
 from realgraph.runtime.cpu import train
 from realgraph.runtime.cpu.train import lean_trains
 from realgraph.runtime.models import models
-from realgraph.runtime.models.models import PackedModel, Start, Wants, build
+from realgraph.runtime.models.building import Start, build
+from realgraph.runtime.models.models import PackedModel, Wants
 from realgraph.runtime.train.recompute import recomputing
 from tests import tiny
 from tests.test_sharing import grouped

@@ -14,7 +14,8 @@ from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.spec import ModelRole, Optimizer
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.engine import TrainSettings
-from realgraph.runtime.models.models import PackedModel, Start, Wants, build
+from realgraph.runtime.models.building import Start, build
+from realgraph.runtime.models.models import PackedModel, Wants
 from realgraph.runtime.models.weights import whole
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine

@@ -23,7 +23,8 @@ from realgraph.planner.inputs.model_spec import spec_from_config
 from realgraph.runtime.algorithms import losses
 from realgraph.runtime.engine import RolloutLimits
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
-from realgraph.runtime.models.models import PackedModel, Start, Wants, build
+from realgraph.runtime.models.building import Start, build
+from realgraph.runtime.models.models import PackedModel, Wants
 from realgraph.runtime.parallel.experts.block import SparseBlock
 from realgraph.runtime.parallel.experts.routing import RoutingRecord, choose, load_balance, load_metrics, record_of
 from realgraph.runtime.parallel.groups import Ranks

@@ -15,7 +15,7 @@ from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.engine import TrainSettings
-from realgraph.runtime.models.models import Start, build
+from realgraph.runtime.models.building import Start, build
 from realgraph.runtime.models.mxfp4 import GROUP, PackedSlice
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.train.engine import open_engine

@@ -16,7 +16,7 @@ from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.plan.stages import layer_ranges, stages_of
 from realgraph.runtime.engine import TrainSettings
 from realgraph.runtime.logprob_gap import LogprobGap
-from realgraph.runtime.models.models import Start, build
+from realgraph.runtime.models.building import Start, build
 from realgraph.runtime.parallel.cuts import Box, Shard, cut
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.parallel.pipeline.executor import StageExecutor, StagePasses

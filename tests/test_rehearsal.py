@@ -36,7 +36,7 @@ from realgraph.rehearsal.tokenizer import write_tokenizer
 from realgraph.run.planning import plan_for, request_for
 from realgraph.run_file.compose import check_run
 from realgraph.runtime.master.observer import Span
-from realgraph.runtime.models.models import Start, build
+from realgraph.runtime.models.building import Start, build
 from realgraph.runtime.parallel.cuts import is_expert, layout_boxes
 from realgraph.runtime.train.microbatch import balance
 from tests import tiny

@@ -29,7 +29,8 @@ from realgraph.runtime.attention.sharing import share_prefixes
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.engine import Completion, Request, RolloutLimits
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
-from realgraph.runtime.models.models import PackedModel, Start, Wants, build, fill
+from realgraph.runtime.models.building import Start, build, fill
+from realgraph.runtime.models.models import PackedModel, Wants
 from realgraph.runtime.models.weights import whole
 from realgraph.runtime.parallel.experts.kept import SequenceRoutes, TokenRoutes
 from realgraph.runtime.parallel.experts.routing import record_of, route_dtype

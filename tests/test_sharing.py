@@ -14,7 +14,8 @@ from realgraph.runtime.attention.segments import Segments
 from realgraph.runtime.attention.sharing import share_prefixes
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.models import models
-from realgraph.runtime.models.models import Start, Wants, build
+from realgraph.runtime.models.building import Start, build
+from realgraph.runtime.models.models import Wants
 from tests import tiny
 
 

@@ -25,7 +25,7 @@ from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from realgraph.runtime.generate.cut_sampling import CutVocabulary
 from realgraph.runtime.generate.opening import open_rollout
 from realgraph.runtime.generate.sampling import SamplingSettings, draw
-from realgraph.runtime.models.models import Start, build
+from realgraph.runtime.models.building import Start, build
 from realgraph.runtime.models.weights import whole
 from realgraph.runtime.parallel.experts.routing import record_of
 from realgraph.runtime.parallel.groups import LayoutRanks, Ranks

@@ -56,7 +56,7 @@ def answers(folder: Path, prompts: Sequence[str], ask: SamplingRequest) -> list[
     from realgraph.runtime.engine import Request
     from realgraph.runtime.generate.continuous_batch import ContinuousBatch
     from realgraph.runtime.generate.rollouts import sample_seed
-    from realgraph.runtime.models.models import Start, build
+    from realgraph.runtime.models.building import Start, build
     from realgraph.runtime.worker.resources import pick_device
 
     _refuse_prompts((i, _unreadable(prompt)) for i, prompt in enumerate(prompts))

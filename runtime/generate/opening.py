@@ -9,7 +9,7 @@ from realgraph.runtime.engine import Decode, OwnWeights, RolloutLimits, SharedWe
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from realgraph.runtime.generate.engine import TorchRolloutEngine
 from realgraph.runtime.generate.session import GenerationSession
-from realgraph.runtime.models.models import Start, build, network_over
+from realgraph.runtime.models.building import Start, build, network_over
 from realgraph.runtime.models.weights import whole_shapes
 from realgraph.runtime.parallel.experts.block import join_experts
 from realgraph.runtime.parallel.experts.passes import share_passes

@@ -21,7 +21,8 @@ from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.engine import Request, RolloutLimits, TrainSettings
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
-from realgraph.runtime.models.models import PackedModel, Start, build
+from realgraph.runtime.models.building import Start, build
+from realgraph.runtime.models.models import PackedModel
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.profile.files import model_folder
 from realgraph.runtime.train.engine import TorchTrainEngine

@@ -29,7 +29,7 @@ from realgraph.planner.costs.calibrate.measurements import (
     RolloutCase,
 )
 from realgraph.planner.plan.layout import DeviceMesh, Layout
-from realgraph.runtime.models.models import DTYPES
+from realgraph.runtime.models.building import DTYPES
 from realgraph.runtime.parallel.groups import Collectives, Member
 from realgraph.runtime.processes.launcher import WorkerBoot
 from realgraph.runtime.profile.engines import EngineCase, ProfiledEngines

@@ -19,7 +19,7 @@ from realgraph.planner.request.engine_support import SGLANG
 from realgraph.runtime.engine import Decode, RolloutLimits
 from realgraph.runtime.generate.request_bounds import RequestBounds
 from realgraph.runtime.job.rollout import RolloutSpec
-from realgraph.runtime.models.models import DTYPES, empty_network, parse_config
+from realgraph.runtime.models.building import DTYPES, empty_network, parse_config
 from realgraph.runtime.models.weights import resolve, weight_specs
 from realgraph.runtime.processes.environment import variables
 from realgraph.runtime.rollout.client import SglangClient

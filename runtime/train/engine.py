@@ -23,8 +23,9 @@ from realgraph.runtime.batch import Packed
 from realgraph.runtime.engine import RELEASED, Parts, SharedWeights, TrainOptions, TrainSettings, Weights, WeightSpec
 from realgraph.runtime.files.paths import RunPath
 from realgraph.runtime.logprob_gap import check_gap
+from realgraph.runtime.models.building import DTYPES, Start, build
 from realgraph.runtime.models.host_states import DroppedStorages
-from realgraph.runtime.models.models import DTYPES, PackedModel, Start, Wants, build
+from realgraph.runtime.models.models import PackedModel, Wants
 from realgraph.runtime.models.train_state import Counters
 from realgraph.runtime.models.weights import full_tensors, take_weights, weight_specs, whole_shapes
 from realgraph.runtime.parallel.exchange import WeightPart

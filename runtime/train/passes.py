@@ -21,7 +21,8 @@ from realgraph.graphs.spec import ModelRole, Train
 from realgraph.runtime.algorithms import losses
 from realgraph.runtime.batch import Outputs, Packed
 from realgraph.runtime.engine import TrainSettings
-from realgraph.runtime.models.models import DTYPES, PackedModel, Wants
+from realgraph.runtime.models.building import DTYPES
+from realgraph.runtime.models.models import PackedModel, Wants
 from realgraph.runtime.parallel.experts.routing import record_of
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.parallel.pipeline.stage import stage_of

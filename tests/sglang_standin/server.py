@@ -23,7 +23,7 @@ from realgraph.graphs.spec import ModelRole
 from realgraph.runtime.data.tokenize import VOCABULARIES, load_tokenizer
 from realgraph.runtime.engine import RolloutLimits
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
-from realgraph.runtime.models.models import Start, build
+from realgraph.runtime.models.building import Start, build
 from realgraph.runtime.models.weights import read_into
 from tests.sglang_standin.generation import QUEUED, Generation, Live, model_folder, release_of
 from tests.sglang_standin.groups import Broadcasts
