@@ -89,7 +89,8 @@ class SharedWeights:
     """A rollout engine reads the tensors of an engine of this process in place: what that changes changes for both."""
 
     folder: Path  # of config.json
-    tensors: Mapping[str, Tensor]  # every parameter by its name, detached; under tensor parallelism this rank's part
+    # every parameter by its name, detached, and every tensor that no step changes; under tensor parallelism this rank's
+    tensors: Mapping[str, Tensor]
 
 
 WeightSource = OwnWeights | SharedWeights

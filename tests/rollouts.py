@@ -1,5 +1,6 @@
 """Small models, random requests and exact expectations for tests of the generation engine."""
 
+import copy
 import random
 import time
 from collections.abc import Iterable, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from realgraph.runtime.attention.latent import put_latent_attention
 from realgraph.runtime.engine import Completion, Request, RolloutEngine
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from tests import tiny
@@ -23,6 +25,15 @@ def model(name: str, seed: int = 0) -> Any:
     if name in ("gemma2", "gemma3_text", "qwen2_sliding"):
         changes["layer_types"] = LAYERS
     return tiny.network(name.removesuffix("_sliding"), seed, **changes)
+
+
+def served(module: Any) -> Any:
+    """The module as engines build it: latent attention is their own, over a cache that transformers' can't read."""
+    if module.config.model_type != "deepseek_v3":
+        return module
+    own = copy.deepcopy(module)
+    put_latent_attention(own)
+    return own
 
 
 def requests(rng: random.Random, n: int, longest: int = 40, groups_of: int = 1) -> list[Request]:

@@ -28,6 +28,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 7, "num_experts_per_tok": 1, "mlp_only_layers": [1]},
     "mixtral": {"num_experts_per_tok": 1},
     "gpt_oss": {"num_experts_per_tok": 1},
+    "deepseek_v3": {
+        **{"num_experts_per_tok": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 7, "attention_bias": True},
+        **{"q_lora_rank": 3, "kv_lora_rank": 5, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 2},
+    },
 }
 Shape = tuple[tuple[str, int], ...]
 
@@ -96,7 +100,7 @@ def intended_copies(model: ModelSpec, head: Head, name: str, ranks: tuple[int, i
         if ep > 1:
             return dp * tp // ep
         return dp * tp if name.endswith("down_proj_bias") else dp
-    if re.search(r"norm|\.gate\.|\.router\.|score|(o|down)_proj\.bias", name):
+    if re.search(r"norm|_a_proj|\.gate\.|\.router\.|score|(o|down)_proj\.bias", name):
         return dp * tp
     if re.search(r"[kv]_proj", name):
         return dp * max(1, tp // model.kv_heads)
@@ -134,6 +138,15 @@ def test_what_a_rank_holds_of_a_layer_computes_together(data: st.DataObject) -> 
 
     for layer in range(model.layers):
         prefix = f"model.layers.{layer}."
+        if model.latent is not None:
+            key, value = model.head_dim + model.latent.rope_dim, model.head_dim + model.latent.value_dim
+            attention = {"q_b": (key, 0), "kv_b": (value, 0), "o": (model.latent.value_dim, 1)}
+            cuts = [
+                (rows(f"{prefix}self_attn.{part}_proj.weight", dim), width) for part, (width, dim) in attention.items()
+            ]
+            heads = {found and (found.start / width, found.stop / width) for found, width in cuts}
+            assert len(heads) == 1 and (heads == {None}) == (layer not in shard.layers)
+            continue
         queries, keys, values = (rows(f"{prefix}self_attn.{kind}_proj.weight") for kind in "qkv")
         assert (queries is None) == (layer not in shard.layers)
         assert rows(f"{prefix}self_attn.o_proj.weight", 1) == queries and keys == values
@@ -154,8 +167,8 @@ def test_what_a_rank_holds_of_a_layer_computes_together(data: st.DataObject) -> 
             width = rows(f"{prefix}mlp.experts.down_proj", 1)
             assert width is not None and (pair.start, pair.stop) == (2 * width.start, 2 * width.stop)
         sinks = f"{prefix}self_attn.sinks"
-        heads = queries and range(queries.start // model.head_dim, queries.stop // model.head_dim)
-        assert sinks not in shapes or rows(sinks) == heads
+        with_sinks = queries and range(queries.start // model.head_dim, queries.stop // model.head_dim)
+        assert sinks not in shapes or rows(sinks) == with_sinks
         for name in shapes:  # a bias lies with its rows; whole behind a sum over ranks, of which one may have no part
             if name.startswith(prefix) and name.endswith(".bias"):
                 summed = layer in shard.layers and name.split(".")[-2] in ("o_proj", "down_proj")

@@ -19,7 +19,7 @@ from realgraph.runtime.engine import Completion, Request, RolloutLimits
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from realgraph.runtime.models.weights import whole
 from tests import tiny
-from tests.rollouts import assert_exact, full_logprobs, model, requests, run
+from tests.rollouts import assert_exact, full_logprobs, model, requests, run, served
 
 LOGITS = LeanDecoder.logits
 ARCHITECTURES = (*tiny.KINDS, "qwen2_sliding")
@@ -29,7 +29,7 @@ ARCHITECTURES = (*tiny.KINDS, "qwen2_sliding")
 def test_behaviour_logprobs_equal_a_full_forward(name: str) -> None:
     module = model(name)
     wanted = [replace(r, temperature=1.0 if r.id % 3 else 0.8) for r in requests(random.Random(7), 14, groups_of=2)]
-    done = run(ContinuousBatch(module, RolloutLimits(max_running=5, prefill_tokens=16)), wanted)
+    done = run(ContinuousBatch(served(module), RolloutLimits(max_running=5, prefill_tokens=16)), wanted)
     for request in wanted:
         assert len(done[request.id].tokens) == request.max_new_tokens
         assert not done[request.id].finished
@@ -40,7 +40,7 @@ def test_behaviour_logprobs_equal_a_full_forward(name: str) -> None:
 def test_greedy_equals_transformers_generate(name: str) -> None:
     module = model(name)
     wanted = [replace(r, temperature=0.0) for r in requests(random.Random(3), 6, longest=24)]
-    done = run(ContinuousBatch(module, RolloutLimits(max_running=3)), wanted)
+    done = run(ContinuousBatch(served(module), RolloutLimits(max_running=3)), wanted)
     for request in wanted:
         ids = torch.tensor([request.prompt])
         expected = module.generate(
@@ -335,8 +335,8 @@ def test_memory_stays_within_the_cache_limit_and_small_for_short_work() -> None:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_lean_walk_is_taken_where_it_is_known_and_changes_no_token(name: str) -> None:
-    module, wanted = model(name), requests(random.Random(4), 6, longest=12, groups_of=2)
-    assert lean_applies(module) == (name not in ("qwen3_moe", "mixtral", "gpt_oss") and "gemma" not in name)
+    module, wanted = served(model(name)), requests(random.Random(4), 6, longest=12, groups_of=2)
+    assert lean_applies(module) == (name not in tiny.MIXTURES and "gemma" not in name)
     done = run(ContinuousBatch(module, RolloutLimits(max_running=3)), wanted)
     handle = module.model.layers[1].mlp.register_forward_hook(lambda *_: None)  # a hook must see its calls
     assert not lean_applies(module)
@@ -353,8 +353,8 @@ def test_the_lean_walk_is_taken_where_it_is_known_and_changes_no_token(name: str
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_cuda_graphs_change_nothing(name: str) -> None:
-    module = model(name).cuda()
-    wanted = requests(random.Random(8), 20, groups_of=4)
+    reference = model(name)
+    module, wanted = served(reference.cuda()), requests(random.Random(8), 20, groups_of=4)
     plain = run(ContinuousBatch(module, RolloutLimits(max_running=6, cuda_graphs=False)), wanted)
     engine = ContinuousBatch(module, RolloutLimits(max_running=6))
     engine.submit(wanted)
@@ -362,7 +362,7 @@ def test_cuda_graphs_change_nothing(name: str) -> None:
     while not engine.idle:
         done |= {c.id: c for c in engine.step()}
         engine.weights_changed(0)  # caches recomputed in place under the captured addresses
-    reference = module.cpu()
+    reference.cpu()
     for request in wanted:
         assert_exact(reference, request, done[request.id], 1e-3)
         assert_exact(reference, request, plain[request.id], 1e-3)

@@ -119,11 +119,11 @@ def test_bytes_are_those_of_the_fullest_stage(name: str, pp: int, tp: int, tied_
     model, role = known(name), ModelRole(dtype="bfloat16", head="lm" if tied_head else "value")
     layout = Layout(DeviceMesh(0, pp * 2**tp), tp=2**tp, pp=pp)
     embedding, routed = model.vocab * model.hidden, model.routed_params()
-    layers = model.n_params(role.head) - model.head_params(role.head) - embedding
-    head = embedding if tied_head else model.hidden
+    layers = model.n_params(role.head) - model.head_params(role.head) - embedding - model.hidden
+    head = (embedding if tied_head else model.hidden) + model.hidden  # and the last norm
     most = 0.0
     for stage, ranges in enumerate(layer_ranges(stages_of(model, role.head, layout))):
-        of_a_layer = layers / model.layers + model.kv_copies(2**tp) * 2**tp
+        of_a_layer = layers / model.layers + model.attention_copies(2**tp) * 2**tp
         held = sum(len(one) for one in ranges) * of_a_layer
         most = max(most, held + embedding * (stage == 0) + head * (stage == pp - 1))
     assert memory.local_params(model, role, layout) == pytest.approx(most / 2**tp, abs=2)

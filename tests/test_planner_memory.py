@@ -80,7 +80,7 @@ def test_a_distributed_optimizer_has_each_state_once(dp: int, tp: int, pp: int, 
     even = 12 * model.routed_params() * stages / (dp * tp)
     rest = 12 * (model.n_params() - model.routed_params()) / (dp * tp)
     rest += (
-        12 * model.layers * model.kv_copies(tp) / dp
+        12 * model.layers * model.attention_copies(tp) / dp
     )  # of KV heads, which neighbours hold where tp is more than them
     assert even <= states.optimizer <= even + rest
 

@@ -332,7 +332,7 @@ def test_a_dense_model_has_nothing_to_replay(tmp_path: Path) -> None:
     (problem,) = caught.value.problems
     assert (problem.where.path, problem.where.line) == ("$.models.actor.routing_replay", 5)
     assert problem.text == "routing_replay is for mixtures of experts, and Qwen/Qwen3-0.6B (qwen3) is none"
-    assert problem.hint == "leave it out, or take a Qwen3-MoE, Mixtral or gpt-oss model"
+    assert problem.hint == "leave it out, or take a Qwen3-MoE, Mixtral, gpt-oss or DeepSeek-V3 model"
     file.write_text(file.read_text().replace("Qwen3-0.6B", "Qwen3-30B-A3B"))
     checked = check_run(file)
     found = request_for(checked)

@@ -27,6 +27,7 @@ from realgraph.runtime.generate.opening import open_rollout
 from realgraph.runtime.generate.sampling import SamplingSettings, draw
 from realgraph.runtime.models.building import Start, build
 from realgraph.runtime.models.weights import whole
+from realgraph.runtime.parallel.experts.block import name_experts
 from realgraph.runtime.parallel.experts.routing import record_of
 from realgraph.runtime.parallel.groups import LayoutRanks, Ranks
 from realgraph.runtime.parallel.pipeline.rollout import StagedRollout
@@ -56,7 +57,6 @@ LAYOUTS = {
     **{"pp4_x2": PP4_X2, "dp2_pp2_x3": DP2_PP2_X3, "ep2_pp2_x2": EP2_PP2_X2},
 }
 KINDS = ("qwen3", "llama", "gemma2")
-MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss")
 LIMITS = RolloutLimits(max_running=6, max_cache_tokens=240, prefill_tokens=64)
 LIMITS8 = replace(LIMITS, max_running=8)
 # sequences give their pages to older ones: in lanes of one, or of some
@@ -142,6 +142,11 @@ def generate_by_walk(ranks: LayoutRanks, *arguments: Any) -> Any:
 
 def plain_network(module: Any, kind: str) -> Any:
     """The same weights in transformers' own network; of a mixture all but its experts are transformers'."""
+    if kind == "deepseek_v3":
+        mixed = tiny.network(kind, 0, num_hidden_layers=module.config.num_hidden_layers).double()
+        name_experts(mixed)
+        mixed.load_state_dict(module.state_dict())
+        return mixed
     if record_of(module) is not None:
         mixture: Any = copy.deepcopy(module)
         mixture.config._attn_implementation = "eager"
@@ -161,6 +166,7 @@ CASES = [
     *(("tp4", "gpt_oss", how) for how in ("float64", "float32")),
     ("ep4_tp2", "gpt_oss", "float64"),
     ("dp2_pp2", "gpt_oss", "float64"),
+    *((name, "deepseek_v3", "float64") for name in ("tp4", "ep4_tp2", "dp2_pp2", "ep2_pp2_x2")),
     ("ep4_tp2", "qwen3_moe", "float64"),
     ("tp4_ep2", "mixtral", "float64"),
     ("dp2_pp2", "qwen3", "float64"),
@@ -171,7 +177,7 @@ CASES = [
     ("pp4_x2", "qwen3", "float64"),
     ("dp2_pp2_x3", "gemma2", "float64"),
     ("ep2_pp2", "qwen3_moe", "float64"),
-    *(("ep2_pp2_x2", kind, "float64") for kind in MIXTURES),
+    *(("ep2_pp2_x2", kind, "float64") for kind in tiny.MIXTURES[:3]),
     ("tp2_pp2", "qwen3_moe", "float64"),
     ("tp4", "qwen2", "walk"),
     ("dp2_tp2", "qwen3", "walk"),
@@ -191,7 +197,7 @@ def test_a_replica_draws_what_one_process_draws(
     )  # those of one stage
     folder = tiny.save(tmp_path / kind, kind, num_hidden_layers=layers, **changes)
     dtype: Any = "float64" if how == "walk" else how
-    role, layout = ModelRole(path="x", dtype=dtype, routing_replay=kind in MIXTURES), LAYOUTS[name]
+    role, layout = ModelRole(path="x", dtype=dtype, routing_replay=kind in tiny.MIXTURES), LAYOUTS[name]
     generate = generate_by_walk if how == "walk" else generate_together
     found = [one for one in four.run(generate, folder, layout, role, 7) if one is not None]
     assert len(found) == layout.dp
@@ -207,7 +213,7 @@ def test_a_replica_draws_what_one_process_draws(
                     assert own.tokens == one.tokens
                     # transformers' norms round to float32, the walk's do not
                     assert own.logprobs == pytest.approx(one.logprobs, abs=1e-5 if how == "walk" else 1e-6)
-                    assert (routes is None) == (one.routes is None) == (kind not in MIXTURES)
+                    assert (routes is None) == (one.routes is None) == (kind not in tiny.MIXTURES)
                     assert one.routes is None or routes.tolist() == one.routes.tolist()
                 if request.temperature and not request.top_k:
                     assert_exact(plain, request, own)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -56,6 +57,12 @@ def config(kind: str = "qwen3", **changes: Any) -> Any:
             shape = {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 1.0, **shape}
             yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4, "original_max_position_embeddings": 128}
             return GptOssConfig(**{"head_dim": 16, "sliding_window": 5, "rope_parameters": yarn, **shape})
+        case "deepseek_v3":
+            latent = {"q_lora_rank": 12, "kv_lora_rank": 10, "v_head_dim": 6}
+            latent |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "first_k_dense_replace": 1}
+            routed = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+            groups = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+            return DeepseekV3Config(**{**latent, **routed, **groups, **shape, "num_key_value_heads": 4})
         case "mistral":
             return MistralConfig(**{"sliding_window": 5, "head_dim": 8, **shape})
         case "gemma":
@@ -69,7 +76,8 @@ def config(kind: str = "qwen3", **changes: Any) -> Any:
             raise ValueError(f"no tiny {kind!r}")
 
 
-KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gpt_oss", "gemma", "gemma2", "gemma3_text")
+MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
+KINDS = ("llama", "qwen2", "qwen3", "mistral", *MIXTURES, "gemma", "gemma2", "gemma3_text")
 
 
 def network(kind: str = "qwen3", seed: int = 0, **changes: Any) -> Any:
@@ -82,6 +90,9 @@ def network(kind: str = "qwen3", seed: int = 0, **changes: Any) -> Any:
             for parameter in model.parameters():
                 if parameter.ndim == 1:
                     parameter.add_(torch.randn_like(parameter) * 0.2)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.add_(torch.randn_like(buffer) * 0.2)
     return model.eval()
 
 

@@ -134,8 +134,8 @@ def _layer_product(setting: Setting, params: float, width: float) -> Part:
 def _dense_products(setting: Setting, dense: float) -> Part:
     """Attention's projections, and the MLP of the share `dense` of layers."""
     model, tp = setting.model, setting.layout.tp
-    queries = model.attention_width() / tp
-    projections = _layer_product(setting, model.attention_params() / tp, min(model.hidden, queries))
+    queries, params = model.attention_width() / tp, model.attention_params() / tp + model.attention_copies(tp)
+    projections = _layer_product(setting, params, min(model.hidden, queries))
     if not dense:
         return projections
     mlp = _layer_product(setting, model.mlp_params() / tp, min(model.hidden, model.intermediate / tp))

@@ -13,12 +13,20 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
 from realgraph.planner.inputs.shipped import shipped_table
 
-Trained = Literal[
-    "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gpt_oss", "gemma", "gemma2", "gemma3_text"
+Architecture = Literal[
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mistral",
+    "mixtral",
+    "gpt_oss",
+    "deepseek_v3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
 ]
-Architecture = Literal[Trained, "deepseek_v3"]
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
-TRAINED: tuple[Trained, ...] = get_args(Trained)  # those that the embedded engines know
 Head = Literal["lm", "value", "score"]
 Count = Annotated[int, Meta(ge=1)]
 _NUMBERS = re.compile(r"\d+")  # in a name: of the version, and of the size
@@ -46,8 +54,7 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
     """Dimensions of a decoder: sizes in elements. Expert layers have no dense MLP.
 
     qkv_bias, out_bias, mlp_bias and expert_bias (the router's and the experts') say which linear layers carry a bias.
-    Facts by architecture: transformers 5,
-    modeling_<architecture>.py.
+    Facts by architecture: transformers 5, modeling_<architecture>.py.
     """
 
     architecture: Architecture
@@ -69,6 +76,7 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
     experts_per_token: int = 0
     expert_intermediate: int = 0
     expert_layers: int = 0
+    dense_layers: tuple[int, ...] = ()  # of a mixture: the numbers of those without experts
     mlp_matrices: int = 3  # 3 where an MLP is gated, else 2
     shared_intermediate: int = 0  # width of what every token passes beside its experts
     latent: LatentAttention | None = None
@@ -85,13 +93,16 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
         return matrices + biases + self.qk_norm * 2 * self.head_dim + self.sinks * self.heads
 
     def _latent_params(self, latent: LatentAttention) -> int:
-        key = self.head_dim + latent.rope_dim
         inward = latent.query_rank or self.hidden
-        queries = self.hidden * latent.query_rank + latent.query_rank + inward * self.heads * key
-        down = self.hidden * (latent.kv_rank + latent.rope_dim) + latent.kv_rank
+        queries = inward * self.heads * (self.head_dim + latent.rope_dim)
         up = latent.kv_rank * self.heads * (self.head_dim + latent.value_dim)
-        biases = self.qkv_bias * (latent.query_rank + latent.kv_rank + latent.rope_dim) + self.out_bias * self.hidden
-        return queries + down + up + self.heads * latent.value_dim * self.hidden + biases
+        out = self.heads * latent.value_dim * self.hidden + self.out_bias * self.hidden
+        return self._down_params(latent) + queries + up + out
+
+    def _down_params(self, latent: LatentAttention) -> int:
+        """Projections to latents, and their norms."""
+        widths = latent.query_rank + latent.kv_rank + latent.rope_dim
+        return (self.hidden + int(self.qkv_bias)) * widths + latent.query_rank + latent.kv_rank
 
     def attention_width(self) -> int:
         """Such that attention takes 4 operations an element for each token and position that it sees."""
@@ -99,10 +110,12 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
             return self.heads * self.head_dim
         return self.heads * (self.head_dim + self.latent.rope_dim + self.latent.value_dim) // 2
 
-    def kv_copies(self, tp: int) -> float:
-        """Parameters of keys and values in a layer that each of `tp` ranks has over its share, where there are more
-        ranks than KV heads, of which neighbours hold copies."""
-        if self.latent is not None or tp <= self.kv_heads:
+    def attention_copies(self, tp: int) -> float:
+        """Parameters of a layer's attention that each of `tp` ranks has over its share: keys and values where there are
+        more ranks than KV heads, of which neighbours hold copies; the projections to latents."""
+        if self.latent is not None:
+            return self._down_params(self.latent) * (1 - 1 / tp)
+        if tp <= self.kv_heads:
             return 0.0
         return self.kv_width() * (self.hidden + int(self.qkv_bias)) * (1 / self.kv_heads - 1 / tp)
 
@@ -139,18 +152,18 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
     def n_params(self, head: Head = "lm") -> int:
         """Parameters of the whole model, a tied embedding counted once."""
         dense = (self.layers - self.expert_layers) * self.mlp_params()
-        sparse = self.expert_layers * (self.experts * self.expert_params() + self._common_params())
+        sparse = self.expert_layers * (self.experts * self.expert_params() + self.common_params())
         return self.vocab * self.hidden + self._shared_params() + dense + sparse + self.head_params(head)
 
     def active_params(self) -> int:
         """Parameters that one token multiplies in the layers: no embedding, no head, its own experts only."""
         dense = (self.layers - self.expert_layers) * self.mlp_params()
-        per_token = self.experts_per_token * self.expert_params() + self._common_params()
+        per_token = self.experts_per_token * self.expert_params() + self.common_params()
         return self._shared_params() + dense + self.expert_layers * per_token
 
     def layer_params(self) -> int:
         """Parameters of the largest layer: what FSDP gathers at once."""
-        routed = self.experts * self.expert_params() + self._common_params()
+        routed = self.experts * self.expert_params() + self.common_params()
         sparse = routed if self.expert_layers else 0
         dense = self.mlp_params() if self.expert_layers < self.layers else 0
         return self.attention_params() + self.norms * self.hidden + max(sparse, dense)
@@ -159,7 +172,7 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
         """Floating-point operations of the head's forward pass for one token."""
         return 2 * self.hidden * (self.vocab if head == "lm" else 1)
 
-    def _common_params(self) -> int:
+    def common_params(self) -> int:
         """Parameters of a layer of experts that every token passes: the router, and the MLP beside the experts."""
         return self.experts * (self.hidden + self.expert_bias) + 3 * self.hidden * self.shared_intermediate
 
@@ -274,13 +287,15 @@ def _with_experts(shape: ModelSpec, config: _Config) -> ModelSpec:
     elif kind == "qwen3_moe":
         step = config.decoder_sparse_step
         dense = {*(config.mlp_only_layers or ()), *(i for i in range(shape.layers) if (i + 1) % step)}
+    without = tuple(i for i in range(shape.layers) if i in dense)
     width = (config.moe_intermediate_size or EXPERT_WIDTH[kind]) if kind in EXPERT_WIDTH else shape.intermediate
     return msgspec.structs.replace(
         shape,
         experts=n_experts,
         experts_per_token=config.num_experts_per_tok or default_per_token,
         expert_intermediate=width,
-        expert_layers=sum(i not in dense for i in range(shape.layers)) if n_experts else 0,
+        expert_layers=shape.layers - len(without) if n_experts else 0,
+        dense_layers=without if n_experts else (),
         shared_intermediate=width * config.n_shared_experts if kind == "deepseek_v3" else 0,
         expert_bias=kind == "gpt_oss",
     )

@@ -13,7 +13,6 @@ from realgraph.graphs.spec import Generate, ModelCall
 from realgraph.planner.costs.backend import Backend
 from realgraph.planner.costs.engine_overheads import NO_OVERHEADS, EngineOverheads
 from realgraph.planner.costs.memory.terms import DType
-from realgraph.planner.inputs.model_spec import TRAINED, Architecture
 from realgraph.planner.plan.layout import Recompute, Schedule
 from realgraph.planner.plan.plan import Transport
 from realgraph.planner.request.cost_table import Phase
@@ -25,7 +24,6 @@ class EngineSupport(Struct, frozen=True):
     """The abilities of the engines of one kind. Data parallelism, whole weights and FSDP2 every engine has."""
 
     name: str = "the embedded engines"  # in messages
-    architectures: tuple[Architecture, ...] = TRAINED  # of models; the planner knows more
     axes: tuple[Axis, ...] = ()  # of parallelism, besides dp, of calls that train or infer
     # of calls that generate; cp is none of any engine's, as a decode step has one token a sequence
     generate_axes: tuple[Axis, ...] = ()

@@ -27,7 +27,7 @@ from realgraph.rehearsal.plan import toy_plan
 from realgraph.rehearsal.run import STEPS, THREADS, ToyRun, on_cluster, toy_run
 from realgraph.rehearsal.scale import ToyScale, scale_of
 from realgraph.rehearsal.sizes import Counted, counted_bytes
-from realgraph.run.planning import plan_for, read_plan, refuse_unknown_models, request_for
+from realgraph.run.planning import plan_for, read_plan, request_for
 from realgraph.run.running import job_of, owned
 from realgraph.run_file.compose import Checked, check_run
 from realgraph.runtime.job.run_folder import RunFolder, write_atomic
@@ -61,7 +61,6 @@ def rehearse_command(file: Path, overrides: Sequence[str], plan_file: Path | Non
     checked = check_run(file, overrides, weights=False)
     say_warnings(checked.warnings)
     request = request_for(checked)
-    refuse_unknown_models(checked, request)
     with _home(keep) as home, closing(KeptLauncher(PROGRAM, THREADS)) as launcher:
         plan = read_plan(plan_file, request) if plan_file is not None else plan_for(checked, request)
         scale = scale_of(request, plan)

@@ -38,7 +38,7 @@ from realgraph.planner.request.request import PlanRequest, kept_by
 from realgraph.planner.search.assembly import plan_of
 from realgraph.planner.search.search import solved
 from realgraph.planner.search.simpler import simplest
-from realgraph.run.planning import RequestOptions, not_run, read_plan, request_for
+from realgraph.run.planning import RequestOptions, read_plan, request_for
 from realgraph.run_file.compose import Checked, check_run
 from realgraph.screen.files import refuse_unwritable, write
 from realgraph.screen.output import say_json, say_json_text, say_warnings
@@ -171,10 +171,9 @@ def _explain(report: Report, made: Made, options: PlanOptions) -> None:
 
 
 def _report(checked: Checked, made: Made, options: PlanOptions, measured: tuple[MeasuredSeconds, ...] = ()) -> Report:
-    alone = [f"this plan can be looked at, not run: {name}: {why}" for name, why in not_run(made.request)]
     findings = Findings(
         doubts=tuple(doubts_of(checked, made.request, made.plan)),
-        notes=(*made.notes, *alone, *simplified_text(made.plan), *fresher(made.request, made.plan)),
+        notes=(*made.notes, *simplified_text(made.plan), *fresher(made.request, made.plan)),
         price=price_of(made.request.cluster, made.plan.period_seconds, checked.run.steps, options.price),
         sweep=made.sizes,
         target_seconds=options.target,

@@ -45,6 +45,11 @@ def toy_config(config: Mapping[str, Any], positions: int, factor: float) -> dict
     }
     if spec.experts and spec.architecture not in ("mixtral", "gpt_oss"):  # whose experts are as wide as an MLP
         toy["moe_intermediate_size"] = _scaled(spec.expert_intermediate, width)
+    if spec.latent is not None:
+        ranks = {"q_lora_rank": spec.latent.query_rank, "kv_lora_rank": spec.latent.kv_rank}
+        toy |= {name: _scaled(size, width) for name, size in ranks.items() if size}
+        toy |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), HEAD_DIM)
+        del toy["head_dim"]
     if config.get("sliding_window"):
         toy["sliding_window"] = max(2, round(config["sliding_window"] * factor))
     return toy

@@ -15,7 +15,7 @@ from realgraph.planner.plan.plan import Plan, reallocation_node
 from realgraph.planner.plan.residency import copies, reallocations
 from realgraph.planner.request.request import PlanRequest
 from realgraph.rehearsal.observer import StepsSeen
-from realgraph.runtime.parallel.cuts import is_expert, layout_boxes
+from realgraph.runtime.parallel.cuts import is_expert, is_fixed, layout_boxes
 from realgraph.runtime.parallel.routes import cells_by_tensors
 
 TERMS = ("weights", "gradients", "optimizer")
@@ -134,16 +134,17 @@ def toy_excess(shapes: Shapes, model: tuple[ModelSpec, Head], layout: Layout, *,
 
 
 def toy_shapes(request: PlanRequest, role: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of a role's whole tensors, as its checkpoint has them, with the head that it is given."""
+    """The shapes of a role's whole parameters, as its checkpoint has them, with the head that it is given."""
     from safetensors import safe_open
 
-    models, name = request.graph.models, role
-    while models[name].path is None:
-        name = str(models[name].init)
+    models, source = request.graph.models, role
+    while models[source].path is None:
+        source = str(models[source].init)
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(Path(str(models[name].path)).glob("*.safetensors")):
+    for file in sorted(Path(str(models[source].path)).glob("*.safetensors")):
         with safe_open(file, "numpy") as tensors:
-            shapes |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
+            names = [name for name in tensors.keys() if not is_fixed(name)]  # noqa: SIM118
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
     if models[role].head != "lm":
         shapes.pop("lm_head.weight", None)
         shapes[SCORE_HEAD] = (1, shapes["model.embed_tokens.weight"][1])

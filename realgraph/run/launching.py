@@ -5,7 +5,6 @@ from pathlib import Path
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.planner.inputs.detect import probe
-from realgraph.run.planning import refuse_unknown_models
 from realgraph.run.running import PreparedRun
 from realgraph.runtime.clusters import slurm
 from realgraph.runtime.clusters.ray_cluster import RayCluster, address_towards, bundles_of, check_room
@@ -26,8 +25,7 @@ from realgraph.runtime.wire.interfaces import address_of_interface
 
 def launcher_of(prepared: PreparedRun, say: Callable[[str], None]) -> Launcher:
     """Starts the workers of a run where its run file says. say: shows a line to the user. Raises ConfigError for a plan
-    that no engine runs, or that this machine would have to run and can't."""
-    refuse_unknown_models(prepared.checked, prepared.request)
+    that this machine would have to run and can't."""
     spec = prepared.checked.run.launch
     if isinstance(spec, LocalLaunch):
         refuse_machine(prepared.job, len(probe().gpus))

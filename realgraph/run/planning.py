@@ -247,26 +247,15 @@ def without_routes(checked: Checked, models: Mapping[str, ModelSpec], engine: En
         where = checked.where(f"$.models.{name}.routing_replay")
         if not models[name].expert_layers:
             text = f"routing_replay is for mixtures of experts, and {role.path} ({models[name].architecture}) is none"
-            yield Problem(where, text, "leave it out, or take a Qwen3-MoE, Mixtral or gpt-oss model", "routing_replay")
+            yield Problem(
+                where,
+                text,
+                "leave it out, or take a Qwen3-MoE, Mixtral, gpt-oss or DeepSeek-V3 model",
+                "routing_replay",
+            )
         elif not engine.records_routes:
             text = f"{engine.name} do not tell which experts a token went to, so there is nothing to replay"
             yield Problem(where, text, "leave it out, or generate with the embedded engine", "routing_replay")
-
-
-def not_run(request: PlanRequest) -> Iterator[tuple[str, str]]:
-    """The roles whose models the engines do not know, which can be planned alone, each with the reason."""
-    for name, model in request.models.items():
-        if model.architecture not in request.engine.architectures:
-            known = ", ".join(request.engine.architectures)
-            yield name, f"the engines run no {model.architecture} models (they run {known})"
-
-
-def refuse_unknown_models(checked: Checked, request: PlanRequest) -> None:
-    """Raises ConfigError for a run that can be planned alone."""
-    hint = "take a model of one of these; `realgraph plan` takes this one too"
-    found = [(checked.where(f"$.models.{name}.path"), text) for name, text in not_run(request)]
-    if found:
-        raise ConfigError([Problem(where, text, hint, "model") for where, text in found])
 
 
 def _server_problems(checked: Checked) -> Iterator[Problem]:

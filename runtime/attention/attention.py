@@ -204,6 +204,10 @@ def variable_length(rows: Rows, ragged: Ragged, scaling: float, shape: ScoreShap
     query = rows[0]
     if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16) or shape.sinks is not None:
         return None
+    if (short := query.shape[-1] - rows[2].shape[-1]) > 0:  # kernels want values as wide as keys
+        wide = (*rows[:2], F.pad(rows[2], (0, short)))
+        out = variable_length(wide, ragged, scaling, shape)
+        return None if out is None else out[..., :-short]
     kernel = _varlen_kernel(shape.softcap is not None, query.shape[-1], query.device.index or 0)
     if kernel == "torch":
         return _torch_varlen(rows, ragged, scaling, shape.window)

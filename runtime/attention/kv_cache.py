@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,34 +15,38 @@ from realgraph.runtime.attention.pages import PAGE_TOKENS
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The room of one token: `layers` x 2 x `kv_heads` x `head_dim` numbers of `dtype`."""
+    """The room of one token: `layers` x 2 x `kv_heads` x `head_dim` numbers of `dtype`. value_dim: where values are no
+    others than the first so many numbers of the keys, which then are all there is."""
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    value_dim: int | None = None
+
+    @property
+    def planes(self) -> int:
+        """Keys and values apart, or keys alone."""
+        return 2 if self.value_dim is None else 1
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return self.planes * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
-def cache_shape(config: PretrainedConfig, kv_width: int, weight: Tensor) -> CacheShape:
-    """The cache a decoder needs. kv_width: KV heads that lie here, times their dim. weight: any of the model's. Raises
-    ValueError for attention other than causal, full or sliding."""
+def cache_shape(config: PretrainedConfig, attention: Any, weight: Tensor) -> CacheShape:
+    """The cache a decoder needs. attention: of any layer, with the KV heads that lie here. weight: any of the model's.
+    Raises ValueError for attention other than causal, full or sliding."""
     unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if unknown or getattr(config, "use_bidirectional_attention", False):
         what = ", ".join(sorted(unknown)) or "bidirectional attention"
         raise ValueError(f"the generation engine can't run {config.model_type}: it has {what}")
+    rest = {"layers": config.num_hidden_layers, "dtype": weight.dtype, "device": weight.device}
+    if (widths := getattr(attention, "cache_widths", None)) is not None:
+        return CacheShape(kv_heads=1, head_dim=widths[0], value_dim=widths[1], **rest)
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return CacheShape(
-        layers=config.num_hidden_layers,
-        kv_heads=kv_width // head_dim,
-        head_dim=head_dim,
-        dtype=weight.dtype,
-        device=weight.device,
-    )
+    return CacheShape(kv_heads=len(attention.k_proj.weight) // head_dim, head_dim=head_dim, **rest)
 
 
 def _zeros(size: tuple[int, ...], shape: CacheShape) -> Tensor:
@@ -56,7 +61,7 @@ def _zeros(size: tuple[int, ...], shape: CacheShape) -> Tensor:
 
 class KVCache:
     """Per layer one tensor [2, pages, PAGE_TOKENS x kv_heads x head_dim]: keys and values by page, in a page token by
-    token. Page 0 is a bin: padding is written there, and read under masks only.
+    token; [1, ...] where values are of the keys. Page 0 is a bin: padding is written there, and read under masks only.
 
     `epoch` counts reallocations, which move every address.
     """
@@ -88,7 +93,7 @@ class KVCache:
             return
         shape, kept = self.shape, self.pages
         for layer in range(shape.layers):
-            fresh = _zeros((2, total + 1, self._page_numbers), shape)
+            fresh = _zeros((shape.planes, total + 1, self._page_numbers), shape)
             if kept:
                 fresh[:, :kept] = self.layers[layer]
                 self.layers[layer] = fresh
@@ -115,25 +120,25 @@ class KVCache:
         """Write keys and values, each [n, q, kv_heads, head_dim], to places [n x q]: page x PAGE_TOKENS + position in
         the page."""
         shape = self.shape
-        rows = self.layers[self._place[layer]].view(2, -1, shape.kv_heads * shape.head_dim)
-        rows[0].index_copy_(0, places, key.reshape(len(places), -1))
-        rows[1].index_copy_(0, places, value.reshape(len(places), -1))
+        rows = self.layers[self._place[layer]].view(shape.planes, -1, shape.kv_heads * shape.head_dim)
+        for plane, values in zip(rows, (key, value), strict=False):
+            plane.index_copy_(0, places, values.reshape(len(places), -1))
 
     def rows_of(self, tables: Tensor) -> Tensor:
-        """The rows that `load` reads, [2 x n x m], for the pages [n, m] of n sequences."""
+        """The rows that `load` reads, [2 x n x m] (keys alone: [n x m]), for the pages [n, m] of n sequences."""
         flat = tables.reshape(-1)
-        return torch.cat([flat, flat + self.pages])
+        return torch.cat([flat + plane * self.pages for plane in range(self.shape.planes)])
 
     def load(self, layer: int, rows: Tensor, n: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [n, kv_heads, length, head_dim] of the first `length` positions of n sequences, whose pages
-        are `rows`. On a host they lie in memory that the next call takes again."""
+        """Keys and values [n, kv_heads, length, head_dim or value_dim] of the first `length` positions of n sequences,
+        whose pages are `rows`. On a host they lie in memory that the next call takes again."""
         shape = self.shape
-        flat = self.layers[self._place[layer]].view(2 * self.pages, self._page_numbers)
+        flat = self.layers[self._place[layer]].view(shape.planes * self.pages, self._page_numbers)
         if shape.device.type == "cpu":
             if len(self._scratch) < len(rows):
                 self._scratch = _zeros((len(rows), self._page_numbers), shape)
             found = torch.index_select(flat, 0, rows, out=self._scratch[: len(rows)])
         else:
             found = flat.index_select(0, rows)
-        both = found.view(2, n, -1, shape.kv_heads, shape.head_dim)[:, :, :length].transpose(2, 3)
-        return both[0], both[1]
+        both = found.view(shape.planes, n, -1, shape.kv_heads, shape.head_dim)[:, :, :length].transpose(2, 3)
+        return both[0], both[1] if shape.value_dim is None else both[0, ..., : shape.value_dim]

@@ -68,8 +68,8 @@ class RolloutPass(Protocol):
     """One forward call's dealings with the cache."""
 
     def attend(self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], head: Head) -> Tensor:
-        """Store the new keys and values of `layer` and attend. qkv: [n, heads or kv_heads, q, d]; returns
-        [n, q, heads, d]."""
+        """Store the new keys and values of `layer` and attend. qkv: [n, heads or kv_heads, q, d], d of values perhaps
+        another; returns [n, q, heads, d] of it."""
         ...
 
 
@@ -146,7 +146,7 @@ class DecodePass:
         for (low, high, length), rows, mask in zip(self._segments, self._rows.now(), masks, strict=True):
             keys, values = self._cache.load(layer, rows, high - low, length)
             parts.append(attend(packed[low:high], keys, values, mask, head))
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(n, 1, heads, dim)
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(n, 1, heads, -1)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> list[Tensor]:
         if window not in self._masks:

@@ -84,8 +84,8 @@ class CachedModel:
         self.vocabulary: int = config.vocab_size
         self._staged = staged_rollout(module)
         numbers = range(config.num_hidden_layers) if self._staged is None else self._staged.layers
-        kv_width = len(next(iter(network.model.layers)).self_attn.k_proj.weight)
-        self.cache = KVCache(replace(cache_shape(config, kv_width, weight), layers=len(numbers)), numbers)
+        attention = next(iter(network.model.layers)).self_attn
+        self.cache = KVCache(replace(cache_shape(config, attention, weight), layers=len(numbers)), numbers)
         self._edges, self._cut, self._shared = edges_of(module), _cut_vocabulary(module), shared_passes_of(module)
         self.module, self._record = module, record_of(module)
         self._config = config

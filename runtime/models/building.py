@@ -16,10 +16,12 @@ from realgraph.graphs.errors import in_words
 from realgraph.graphs.spec import ModelRole
 from realgraph.runtime.attention import attention
 from realgraph.runtime.attention.attention import PACKED
+from realgraph.runtime.attention.latent import put_latent_attention
 from realgraph.runtime.models.heads import HEAD, Head, network_class, prepare
 from realgraph.runtime.models.models import PackedModel
 from realgraph.runtime.models.weights import own_part, read_config, read_into, refuse, resolve, whole_shapes
 from realgraph.runtime.parallel.experts.block import name_experts
+from realgraph.runtime.parallel.experts.routers import GroupedRouter
 from realgraph.runtime.parallel.pipeline.stage import tie
 from realgraph.runtime.parallel.tensor.pieces import cut_of
 
@@ -75,7 +77,7 @@ def parse_config(folder: Path) -> Any:
     except Exception as error:  # transformers checks few fields: for the others it raises whatever they lead to
         raise refuse(folder / "config.json", f"transformers can't read it: {in_words(error)}") from error
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # a model that is built here is not packed, nor what is saved of it
+        delattr(config, "quantization_config")  # a model that is built here is not packed, nor what is saved of it
     return config
 
 
@@ -89,6 +91,7 @@ def empty_network(config: Any, head: Head, dtype: torch.dtype) -> nn.Module:
         warnings.simplefilter("ignore", UserWarning)  # "initialising on meta is a no-op": that is the point
         network: nn.Module = network_class(config, head)(config)
         name_experts(network)
+        put_latent_attention(network)
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype)
     return network
@@ -107,6 +110,8 @@ def _fill_buffers(network: Any) -> None:
         buffers = dict(module.named_buffers(recurse=False))
         if "embed_scale" in buffers:
             buffers["embed_scale"].fill_(module.scalar_embed_scale)
+        elif isinstance(module, GroupedRouter):
+            module.e_score_correction_bias.zero_()  # until it is read
         elif buffers:
             assert not any(True for _ in module.parameters(recurse=False)), f"unknown buffers {list(buffers)}"
             network._init_weights(module)  # RoPE's frequencies, from the config
@@ -115,7 +120,8 @@ def _fill_buffers(network: Any) -> None:
 def network_over(
     role: ModelRole, folder: Path, tensors: Mapping[str, Tensor], cut: Callable[[nn.Module], None]
 ) -> nn.Module:
-    """A network in evaluation mode whose parameters are these very tensors, by name; only its buffers are its own.
+    """A network in evaluation mode whose parameters are these very tensors, by name, and so are buffers that have a
+    name here; the others are its own.
 
     folder: of its config.json. cut: cuts the network, still without storage, as the tensors are. Raises KeyError for a
     name that the network does not have.
@@ -124,14 +130,15 @@ def network_over(
     network: Any = empty_network(parse_config(folder), role.head, first.dtype)
     cut(network)
     modules = dict(network.named_modules())
-    for name, tensor in tensors.items():
-        place, _, last = name.rpartition(".")
-        setattr(modules[place], last, nn.Parameter(tensor, requires_grad=False))
-    tie(network)
     for module in modules.values():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.empty_like(buffer, device=first.device)
     _fill_buffers(network)
+    for name, tensor in tensors.items():
+        place, _, last = name.rpartition(".")
+        given = tensor if last in modules[place]._buffers else nn.Parameter(tensor, requires_grad=False)
+        setattr(modules[place], last, given)
+    tie(network)
     assert not any(parameter.is_meta for parameter in network.parameters()), "a parameter was not given"
     evaluated: nn.Module = network.eval()
     return evaluated

@@ -22,6 +22,7 @@ SUPPORTED = {
     "mistral": "Mistral",
     "mixtral": "Mixtral",
     "gpt_oss": "gpt-oss",
+    "deepseek_v3": "DeepSeek-V3",
     "gemma": "Gemma",
     "gemma2": "Gemma 2",
     "gemma3_text": "Gemma 3 (text)",

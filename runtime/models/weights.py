@@ -19,6 +19,7 @@ from realgraph.runtime.data import hub
 from realgraph.runtime.engine import Parts, Weights, WeightSpec
 from realgraph.runtime.files.paths import RunPath
 from realgraph.runtime.models.checkpoint_files import open_tensors, read_part
+from realgraph.runtime.models.fixed import beyond_the_model, fixed_parts, fixed_shapes
 from realgraph.runtime.models.heads import HEAD, SUPPORTED, Head, parameter_name
 from realgraph.runtime.models.mxfp4 import unpacked
 from realgraph.runtime.models.remote_tensors import UnreadableTensors
@@ -141,7 +142,7 @@ def read_into(network: nn.Module, folder: RunPath, head: Head) -> tuple[str, ...
     Returns the names that the checkpoint did not have: at most the value or score head. Raises ConfigError where a
     tensor is missing, unknown, or of another shape.
     """
-    held, shapes = held_parts(network), whole_shapes(network)
+    held, shapes = held_parts(network) | fixed_parts(network), {**whole_shapes(network), **fixed_shapes(network.config)}
     tied = "lm_head.weight" not in shapes
     left = set(held)
     with ExitStack() as stack:
@@ -156,7 +157,7 @@ def read_into(network: nn.Module, folder: RunPath, head: Head) -> tuple[str, ...
             files |= dict.fromkeys(source.keys(), file)
         for stored, view in unpacked(slices).items():
             name, file = parameter_name(stored, head, tied), files.get(stored, folder)
-            if name is None:
+            if name is None or beyond_the_model(network.config, name):
                 continue
             if name not in shapes:
                 raise refuse(file, f"tensor {stored!r} has no place in {type(network).__name__}")

@@ -24,10 +24,10 @@ EMBEDDING, NORM, LM_HEAD, SCORE = "model.embed_tokens.weight", "model.norm.weigh
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _FUSED = re.compile(r"mlp\.experts\.(gate_up|down)_proj(_bias)?")  # of all experts of a layer
 _EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
-_ATTENTION = re.compile(r"self_attn\.(?:([qkvo])_proj\.(weight|bias)|sinks)")
-_MLP = re.compile(r"mlp\.(?:shared_expert\.)?(gate|up|down)_proj\.(weight|bias)")
+_ATTENTION = re.compile(r"self_attn\.(?:([qkvo]|q_b|kv_b)_proj\.(weight|bias)|sinks)")
+_MLP = re.compile(r"mlp\.(?:shared_experts?\.)?(gate|up|down)_proj\.(weight|bias)")
 _WHOLE = re.compile(
-    r"self_attn\.[qk]_norm\.weight|(?:input|(?:pre|post)_feedforward|post_attention)_layernorm\.weight"
+    r"self_attn\.(?:[qk]_norm\.weight|(?:q|kv)_a_(?:layernorm\.weight|proj(?:_with_mqa)?\.(?:weight|bias)))|(?:input|(?:pre|post)_feedforward|post_attention)_layernorm\.weight"
     r"|(?:mlp|block_sparse_moe)\.gate\.weight|mlp\.router\.(?:weight|bias)|mlp\.shared_expert_gate\.weight"
 )
 
@@ -92,6 +92,11 @@ def is_expert(name: str) -> bool:
     """True for a tensor of routed experts: of one, or of all of a layer."""
     layer = _LAYER.fullmatch(name)
     return layer is not None and any(names.fullmatch(layer[2]) for names in (_EXPERT, _FUSED))
+
+
+def is_fixed(name: str) -> bool:
+    """True for a tensor that no step changes and every worker of its layer has whole: it is a buffer of the network."""
+    return name.endswith(".mlp.gate.e_score_correction_bias")
 
 
 def split(n: int, ranks: int, rank: int) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from realgraph.runtime.engine import RELEASED, Parts, SharedWeights, TrainOption
 from realgraph.runtime.files.paths import RunPath
 from realgraph.runtime.logprob_gap import check_gap
 from realgraph.runtime.models.building import DTYPES, Start, build
+from realgraph.runtime.models.fixed import fixed_parts
 from realgraph.runtime.models.host_states import DroppedStorages
 from realgraph.runtime.models.models import PackedModel, Wants
 from realgraph.runtime.models.train_state import Counters
@@ -243,7 +244,8 @@ class TorchTrainEngine:
         if self.passes.sharded or self.model.source is None:
             raise ValueError("sharded weights, or such of no folder, can't be read in place")
         named = self.model.network.named_parameters()
-        return SharedWeights(self.model.source, {name: parameter.detach() for name, parameter in named})
+        fixed = {name: part.values for name, part in fixed_parts(self.model.network).items()}
+        return SharedWeights(self.model.source, {name: parameter.detach() for name, parameter in named} | fixed)
 
     @contextmanager
     def held_parts(self) -> Iterator[Mapping[str, WeightPart]]:

@@ -30,6 +30,7 @@ from realgraph.runtime.models.checkpoint_files import (
     write_json,
     write_parts,
 )
+from realgraph.runtime.models.fixed import fixed_parts, fixed_shapes
 from realgraph.runtime.models.models import PackedModel
 from realgraph.runtime.models.train_state import STATE, Counters, read_counters
 from realgraph.runtime.models.weights import COPIED, held_parts, read_into, weight_specs
@@ -175,7 +176,11 @@ def _write(
             for kind, dtype in kinds.items()
             for spec in contents.specs
         ]
-        own = _chosen((each for each in parts if each[0] in kinds), share)
+        own = [*_chosen((each for each in parts if each[0] in kinds), share)]
+        if "" in kinds:  # fixed tensors are written by everyone who has them
+            network = contents.model.network
+            entries += [TensorEntry(name, torch.float32, shape) for name, shape in fixed_shapes(network.config).items()]
+            own += fixed_parts(network).values()
         write_parts(CheckpointTarget(folder, stem), entries, own, writer)
     if writer.leads:
         _write_rest(contents, counters, folder)

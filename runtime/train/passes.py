@@ -2,9 +2,8 @@
 
 Losses carry global denominators, so gradients only ever add: over micro-batches here, over data-parallel and
 context-parallel ranks in one flat all-reduce (replicated) or in FSDP's reduce-scatter. Tensor-parallel and
-context-parallel ranks make the same passes over the same samples, and know the same losses; of pipeline stages the last
-one alone has outputs and losses. The plan's tokens of a micro-batch are those of a device: a context-parallel group
-takes as many times more at once.
+context-parallel ranks make the same passes over the same samples, and know the same losses; of pipeline stages only the
+last has any. The plan's tokens of a micro-batch are a device's: a context-parallel group takes as many times more.
 """
 
 import math

@@ -6,6 +6,7 @@ from random import Random
 from typing import Literal
 
 from realgraph.planner.plan.layout import DeviceMesh, Layout, Recompute
+from tests import tiny
 from tests.equivalence.layouts import TWICE
 from tests.equivalence.training import MODELS, Case
 
@@ -39,7 +40,7 @@ def drawn(random: Random) -> Case:
     layout = random.choice(every_layout())
     deep = bool(layout.stages) or layout.pp == RANKS
     fitting = [name for name in MODELS if name.endswith("deep") == deep]
-    mixtures = [name for name in fitting if MODELS[name][0] in ("qwen3_moe", "mixtral", "gpt_oss")]
+    mixtures = [name for name in fitting if MODELS[name][0] in tiny.MIXTURES]
     dense = [name for name in fitting if name not in mixtures]
     model = random.choice(mixtures if layout.ep > 1 or random.random() < 0.2 else dense)
     losses = ["rl", "sft", "value", "sequences"]

@@ -26,6 +26,10 @@ WIDE |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 320}
 MODELS = {
     "qwen3": WIDE,
     "qwen3_moe": {**WIDE, "num_experts": 8, "moe_intermediate_size": 64},
+    "deepseek_v3": {
+        **{**WIDE, "head_dim": 8, "n_routed_experts": 8, "moe_intermediate_size": 64, "q_lora_rank": 24},
+        **{"kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    },
     "gpt_oss": {**WIDE, "num_local_experts": 8, "intermediate_size": 192},
 }
 EVERY = {"dp4": Layout(DeviceMesh(0, 4), dp=4), **{name: LAYOUTS[name] for name in LAYOUTS if name != "tp2 apart"}}
@@ -90,7 +94,11 @@ def kind_of(name: str) -> str:
     [
         *((name, kind_of(name), "bfloat16") for name in EVERY),
         *((name, kind_of(name), "float32") for name in [*EVERY][::5]),
-        *((name, "gpt_oss", "bfloat16") for name in ("tp4", "fsdp2 tp2", "ep4 tp2", "ep2 fsdp2 pp2", "tp2 pp2")),
+        *(
+            (name, kind, "bfloat16")
+            for name in ("tp4", "fsdp2 tp2", "ep4 tp2", "ep2 fsdp2 pp2", "tp2 pp2")
+            for kind in ("gpt_oss", "deepseek_v3")
+        ),
     ],
 )
 def test_counted_bytes_are_the_planners(four: RankProcesses, wide: Path, name: str, kind: str, dtype: Any) -> None:

@@ -53,6 +53,7 @@ PAIRS = [
     ("mixtral", "ep2 fsdp2 pp2", "ep4 dp2 cp2"),
     ("gpt_oss", "ep2 tp2 pp2", "tp4"),
     ("gpt_oss", "fsdp2 tp2", "ep2 fsdp2 cp2"),
+    ("deepseek", "ep2 tp2 pp2", "fsdp2 tp2"),
 ]
 
 

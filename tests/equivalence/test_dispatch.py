@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realgraph.runtime.parallel.cuts import split
-from realgraph.runtime.parallel.experts.block import NAMES, Experts, MixtureSpec, Router, SparseBlock
+from realgraph.runtime.parallel.experts.block import NAMES, Experts, MixtureSpec, SparseBlock
 from realgraph.runtime.parallel.experts.dispatch import Dispatch
+from realgraph.runtime.parallel.experts.routers import Router
 from realgraph.runtime.parallel.experts.routing import RoutingRecord
 from realgraph.runtime.parallel.groups import LayoutRanks, Ranks
 from tests.equivalence.layouts import LAYOUTS
@@ -26,9 +27,9 @@ def owned(rank: int, ranks: int) -> range:
 
 def block_of(rank: int, ranks: int) -> SparseBlock:
     """The same weights on every rank, of which it keeps its own experts."""
-    settings = MixtureSpec(EXPERTS, 2, True, HIDDEN, WIDTH)
+    settings = MixtureSpec(EXPERTS, 2, HIDDEN, WIDTH)
     experts = Experts(NAMES["qwen3_moe"], settings, F.silu)
-    router = "gate", Router(EXPERTS, HIDDEN, biased=False)
+    router = "gate", Router((EXPERTS, HIDDEN), 2, normalised=True)
     block = SparseBlock(settings, router, experts, (RoutingRecord(1, EXPERTS), 0)).double()
     draw = torch.Generator().manual_seed(0)
     for name, parameter in block.named_parameters():

@@ -77,6 +77,8 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe deep": ("qwen3_moe", {"num_hidden_layers": 4, "mlp_only_layers": [1], "moe_intermediate_size": 13}),
     "mixtral": ("mixtral", {"intermediate_size": 3}),
     "gpt_oss": ("gpt_oss", {"intermediate_size": 3}),
+    "deepseek": ("deepseek_v3", {"moe_intermediate_size": 3}),
+    "deepseek deep": ("deepseek_v3", {"num_hidden_layers": 4, "q_lora_rank": None, "attention_bias": True}),
     "gpt_oss deep": ("gpt_oss", {"num_hidden_layers": 4}),
 }  # all with the vocabulary of 61
 

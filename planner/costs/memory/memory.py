@@ -37,7 +37,7 @@ from realgraph.planner.costs.memory.terms import (
 )
 from realgraph.planner.inputs.model_spec import Head, ModelSpec
 from realgraph.planner.plan.layout import Layout, Stages
-from realgraph.planner.plan.stages import stage_totals, stages_of
+from realgraph.planner.plan.stages import layer_ranges, stage_totals, stages_of
 
 GATHERED_LAYERS = (
     3  # that FSDP holds whole at once: one in use, one that comes, and the buffer that it is copied out of
@@ -103,15 +103,27 @@ def _stage_params(model: ModelSpec, head: Head, ranks: tuple[int, int], stages: 
     matrix lies on the first stage and on the last. ranks: of tensor parallelism, and over which experts are cut."""
     tensor, experts = ranks
     head_params, embedding = model.head_params(head), model.vocab * model.hidden
-    layers = model.n_params(head) - model.routed_params() - head_params - embedding
-    shares = [total / model.layers for total in stage_totals(stages)]
-    dense = [share * layers for share in shares]
+    totals, sparse = stage_totals(stages), _expert_layers(model, stages)
+    every = model.attention_params() + model.norms * model.hidden
+    dense = [
+        n * every + (n - s) * model.mlp_params() + s * model.common_params()
+        for n, s in zip(totals, sparse, strict=True)
+    ]
     dense[0] += embedding
+    dense[-1] += model.hidden  # the last norm
     dense[-1] += embedding if len(stages) > 1 and model.tied and head == "lm" else head_params
-    routed = [share * model.routed_params() / experts for share in shares]
-    copied = model.layers * model.kv_copies(tensor)  # on every rank
-    cut = [one / tensor + share * copied for one, share in zip(dense, shares, strict=True)]
+    routed = [s * model.experts * model.expert_params() / experts for s in sparse]
+    copied = model.attention_copies(tensor)  # on every rank
+    cut = [one / tensor + n * copied for one, n in zip(dense, totals, strict=True)]
     return max(zip(cut, routed, strict=True), key=sum)
+
+
+def _expert_layers(model: ModelSpec, stages: Stages) -> list[float]:
+    """Layers of experts on each stage; where it is not known which they are, spread alike."""
+    if not model.dense_layers:
+        return [total * model.expert_layers / model.layers for total in stage_totals(stages)]
+    dense = set(model.dense_layers)
+    return [sum(n not in dense for chunk in chunks for n in chunk) for chunks in layer_ranges(stages)]
 
 
 def expert_copies(layout: Layout) -> int:
@@ -205,12 +217,13 @@ def gathered(model: ModelSpec, role: ModelRole, layout: Layout, running: Running
 def _gathered_layer(model: ModelSpec, layout: Layout, *, spread: bool) -> int:
     """Parameters of the largest layer that a device gathers at once; spread: its part of the experts among them."""
     if layout.ep == 1:
-        return model.layer_params() // layout.tp
+        return model.layer_params() // layout.tp + int(model.attention_copies(layout.tp))
     routed = model.experts * model.expert_params()
     dense = model.mlp_params() if model.expert_layers < model.layers else 0
     rest = model.attention_params() + model.norms * model.hidden
     beside = model.layer_params() - rest - routed  # a router, and experts that every token passes
-    return (rest + max(dense, beside)) // layout.tp + (routed // layout.ep if spread else 0)
+    cut = (rest + max(dense, beside)) // layout.tp + int(model.attention_copies(layout.tp))
+    return cut + (routed // layout.ep if spread else 0)
 
 
 def _casts(model: ModelSpec, layout: Layout, experts: int, running: Running) -> float:

@@ -2,7 +2,7 @@
 
 transformers fuses the experts of a layer into one tensor, and files name each: with parameters that are named as in
 files, a part of one expert is a part of one tensor for cuts, shards, optimizers, messages and checkpoints alike. Files
-of gpt-oss fuse experts, too. Knows Qwen3-MoE, Mixtral and gpt-oss. No token is dropped.
+of gpt-oss fuse experts, too. Knows Qwen3-MoE, Mixtral, gpt-oss and DeepSeek-V3. No token is dropped.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from realgraph.runtime.parallel.cuts import split
 from realgraph.runtime.parallel.experts.dispatch import Dispatch
 from realgraph.runtime.parallel.experts.fused import FusedExperts
-from realgraph.runtime.parallel.experts.routing import RoutingRecord, choose
+from realgraph.runtime.parallel.experts.routers import GroupedRouter, GroupLimit, Router
+from realgraph.runtime.parallel.experts.routing import RoutingRecord
 from realgraph.runtime.parallel.groups import Ranks
 from realgraph.runtime.parallel.pipeline.stage import Chunk, layers_of, stage_of
 from realgraph.runtime.parallel.sharding import shard
@@ -36,6 +37,7 @@ class FileNames(NamedTuple):
 NAMES = {
     "qwen3_moe": FileNames("mlp", "gate_proj", "up_proj", "down_proj"),
     "mixtral": FileNames("block_sparse_moe", "w1", "w3", "w2"),
+    "deepseek_v3": FileNames("mlp", "gate_proj", "up_proj", "down_proj"),
 }
 FUSED = "gpt_oss"  # whose files fuse the experts of a layer
 
@@ -98,22 +100,12 @@ class Experts(nn.Module):
 
 @dataclass(frozen=True)
 class MixtureSpec:
-    """The shape of a mixture, and its choice. normalised: the weights of a token's experts sum to 1."""
+    """The shape of a mixture. width: of an expert."""
 
     n_experts: int
     top_k: int
-    normalised: bool
     hidden: int
     width: int
-
-
-class Router(nn.Module):
-    """The logits of experts: weight [experts, hidden], bias [experts] where the model has one."""
-
-    def __init__(self, n_experts: int, hidden: int, *, biased: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(n_experts, hidden))
-        self.bias = nn.Parameter(torch.empty(n_experts)) if biased else None
 
 
 class SparseBlock(nn.Module):
@@ -123,33 +115,33 @@ class SparseBlock(nn.Module):
     def __init__(
         self,
         settings: MixtureSpec,
-        router: tuple[str, Router],
+        router: tuple[str, Router | GroupedRouter],
         experts: Experts | FusedExperts,
         place: tuple[RoutingRecord, int],
+        shared: nn.Module | None = None,
     ) -> None:
-        """router: with its name in files. place: where it notes its routes, and its number among the layers of
-        experts."""
+        """router: with its name in files. place: where it notes its routes, and its number among the layers of experts.
+        shared: the MLP of the experts that every token passes."""
         super().__init__()
         self.settings = settings
         self._router = router[0]
         self.add_module(*router)
         self.experts = experts
+        self.shared_experts = shared
         self.record, self.layer = place
         self.edges: Edges | None = None
         self.spread: Ranks | None = None
 
     @property
-    def router_module(self) -> Router:
+    def router_module(self) -> Router | GroupedRouter:
         """Its router, whatever its name in files."""
-        return cast(Router, self.get_submodule(self._router))
+        return cast(Router | GroupedRouter, self.get_submodule(self._router))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]; of rows that tensor parallelism cuts, this rank's."""
         x = hidden_states.reshape(-1, self.settings.hidden)
         live = len(x) if self.edges is None else self.edges.live_rows(len(x))
-        given, settings = self.record.given(self.layer), self.settings
-        weight, bias = self.router_module.weight, self.router_module.bias
-        routes = choose(x, weight, settings.top_k, normalised=settings.normalised, given=given, bias=bias)
+        routes = self.router_module.choose(x, self.record.given(self.layer))
         self.record.add(self.layer, routes, live)
         if self.spread is not None:
             own = slice(live) if self.edges is None else self.edges.own_share(live)
@@ -166,7 +158,8 @@ class SparseBlock(nn.Module):
                 out = out + (shares @ added.to(shares.dtype)).to(out.dtype)
         else:
             out = self._here(x, routes.weights, routes.experts)
-        return out.view(hidden_states.shape)
+        out = out.view(hidden_states.shape)
+        return out if self.shared_experts is None else out + self.shared_experts(hidden_states)
 
     def _here(self, x: Tensor, weights: Tensor, chosen: Tensor, *, biased: bool = True) -> Tensor:
         """Every expert is on this rank. x: [n, hidden]; weights, chosen: [n, k]. Returns [n, hidden]."""
@@ -233,23 +226,31 @@ def _put_named_block(layer: Any, config: Any, place: tuple[RoutingRecord, int]) 
     settings = MixtureSpec(
         n_experts=fused.num_experts,
         top_k=config.num_experts_per_tok,
-        normalised=bool(getattr(config, "norm_topk_prob", True)),
         hidden=fused.hidden_dim,
         width=fused.intermediate_dim,
     )
-    router = "gate", Router(settings.n_experts, settings.hidden, biased=False)
-    block = SparseBlock(settings, router, Experts(names, settings, fused.act_fn), place)
+    experts, shared = Experts(names, settings, fused.act_fn), getattr(layer.mlp, "shared_experts", None)
+    block = SparseBlock(settings, ("gate", _router_of(config, settings)), experts, place, shared)
     if names.block != "mlp":
         del layer.mlp
         object.__setattr__(layer, "mlp", block)  # what the layer calls; not a second name of its parameters
     setattr(layer, names.block, block)
 
 
+def _router_of(config: Any, settings: MixtureSpec) -> Router | GroupedRouter:
+    shape = settings.n_experts, settings.hidden
+    normalised = bool(getattr(config, "norm_topk_prob", True))
+    if config.model_type != "deepseek_v3":
+        return Router(shape, settings.top_k, normalised=normalised)
+    groups = config.n_group, config.topk_group
+    return GroupedRouter(shape, GroupLimit(settings.top_k, *groups, normalised, config.routed_scaling_factor))
+
+
 def _fused_block(config: Any, fused: Any, place: tuple[RoutingRecord, int]) -> PairedBlock:
     """gpt-oss's mixture, which chooses by logits alone: the weights of a token's experts sum to 1."""
     shape = (config.num_local_experts, config.hidden_size, config.intermediate_size)
-    settings = MixtureSpec(shape[0], config.num_experts_per_tok, True, *shape[1:])
-    router = "router", Router(*shape[:2], biased=True)
+    settings = MixtureSpec(shape[0], config.num_experts_per_tok, *shape[1:])
+    router = "router", Router(shape[:2], settings.top_k, normalised=True, biased=True)
     return PairedBlock(settings, router, FusedExperts(*shape, (fused.alpha, fused.limit)), place)
 
 

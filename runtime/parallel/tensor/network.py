@@ -72,9 +72,11 @@ def _join(network: Any, ranks: Ranks, vocabulary: Span) -> None:
     for layer in model.layers:
         layer.self_attn.o_proj = SummedLinear(layer.self_attn.o_proj, edges)
         layer.self_attn.register_forward_pre_hook(_enter_attention(edges), with_kwargs=True)
-        if hasattr(layer.mlp, "down_proj"):  # else a mixture of experts, which has its edges inside
-            layer.mlp.down_proj = SummedLinear(layer.mlp.down_proj, edges)
-            layer.mlp.register_forward_pre_hook(_enter_mlp(edges))
+        # a mixture of experts has its edges inside
+        mlp = layer.mlp if hasattr(layer.mlp, "down_proj") else getattr(layer.mlp, "shared_experts", None)
+        if mlp is not None:
+            mlp.down_proj = SummedLinear(mlp.down_proj, edges)
+            mlp.register_forward_pre_hook(_enter_mlp(edges))
     network.tensor_edges = edges
 
 
