@@ -26,6 +26,7 @@ from realgraph.runtime.generate.cut_sampling import CutVocabulary
 from realgraph.runtime.generate.opening import open_rollout
 from realgraph.runtime.generate.sampling import SamplingSettings, draw
 from realgraph.runtime.models.building import Start, build
+from realgraph.runtime.models.fixed import fixed_parts
 from realgraph.runtime.models.weights import whole
 from realgraph.runtime.parallel.experts.block import name_experts
 from realgraph.runtime.parallel.experts.routing import record_of
@@ -204,6 +205,9 @@ def test_a_replica_draws_what_one_process_draws(
     wanted = wanted_of(7)
     for part, start in ((wanted[:6], Start(CPU)), (wanted[6:], Start(CPU, seed=3))):
         module = build(role, str(folder), start).network
+        kept = fixed_parts(build(role, str(folder), Start(CPU)).network)  # which no weights bring
+        for fixed, here in fixed_parts(module).items():
+            here.values.copy_(kept[fixed].values)
         expected = run(ContinuousBatch(module, LIMITS, keeps_routes=role.routing_replay), part)
         plain = plain_network(module, kind)
         for rank, done in enumerate(found):
