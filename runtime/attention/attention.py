@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from realgraph.runtime.attention.segments import Segments
+from realgraph.runtime.attention.sinks import Rows, SinklessKernel, beside_sinks
 
 PACKED = "realgraph_packed"  # the name under which transformers knows `packed_attention`
 MAX_SCORE_ENTRIES = 1 << 24  # entries of an explicit [rows, heads, width, width] score matrix at a time
@@ -73,9 +74,6 @@ def packed_attention(
     shape = ScoreShape(window, softcap, options.get("s_aux"))
     rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))  # [T, heads, dim]
     return attend(rows, segments, scaling, shape)[None], None
-
-
-Rows = tuple[Tensor, Tensor, Tensor]
 
 
 class ScoreShape(NamedTuple):
@@ -202,7 +200,9 @@ def variable_length(rows: Rows, ragged: Ragged, scaling: float, shape: ScoreShap
     """[T, heads, dim] by a variable-length kernel, which aligns its causal mask to the last query and the last key;
     None where this device has none for these rows."""
     query = rows[0]
-    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16) or shape.sinks is not None:
+    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    if shape.sinks is not None and shape.softcap is not None:
         return None
     if (short := query.shape[-1] - rows[2].shape[-1]) > 0:  # kernels want values as wide as keys
         wide = (*rows[:2], F.pad(rows[2], (0, short)))
@@ -210,7 +210,7 @@ def variable_length(rows: Rows, ragged: Ragged, scaling: float, shape: ScoreShap
         return None if out is None else out[..., :-short]
     kernel = _varlen_kernel(shape.softcap is not None, query.shape[-1], query.device.index or 0)
     if kernel == "torch":
-        return _torch_varlen(rows, ragged, scaling, shape.window)
+        return _torch_varlen(rows, ragged, scaling, shape)
     return _flash_varlen(rows, ragged, scaling, shape) if kernel == "flash" else None
 
 
@@ -228,10 +228,13 @@ def _varlen_kernel(softcap: bool, dim: int, device: int) -> str:
     return "flash"
 
 
-def _torch_varlen(rows: Rows, ragged: Ragged, scaling: float, window: int | None) -> Tensor:
+def _torch_varlen(rows: Rows, ragged: Ragged, scaling: float, shape: ScoreShape) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # needs no GPU to import, but only GPUs have the kernel
 
     query, key, value = (x.contiguous() for x in rows)
+    window = shape.window
+    if shape.sinks is not None:
+        return beside_sinks((query, key, value), shape.sinks, _varlen_of(ragged, scaling, window))
     out = varlen_attn(
         query,
         key,
@@ -246,6 +249,25 @@ def _torch_varlen(rows: Rows, ragged: Ragged, scaling: float, window: int | None
     )
     assert isinstance(out, Tensor)
     return out
+
+
+def _varlen_of(ragged: Ragged, scaling: float, window: int | None) -> SinklessKernel:
+    """torch's variable-length kernel, forward and backward apart."""
+    operations = torch.ops.torch_attn
+    places = (ragged.queries, ragged.keys, ragged.longest_queries, ragged.longest_keys, window is None)
+    sides = [-1 if window is None else window - 1, 0]
+
+    def forward(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        grouped = rows[0].shape[1] != rows[1].shape[1]
+        out, sums, state = operations._varlen_attn(*rows, *places, scaling, sides, grouped)
+        return out, sums, state
+
+    def backward(grad: Tensor, rows: Rows, kept: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        out, sums, state = kept
+        grads = operations._varlen_attn_backward(grad, *rows, out, sums, *places, state, scaling, sides)
+        return grads[0], grads[1], grads[2]
+
+    return SinklessKernel(forward, backward)
 
 
 def _flash_varlen(rows: Rows, ragged: Ragged, scaling: float, shape: ScoreShape) -> Tensor:

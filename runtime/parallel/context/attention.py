@@ -11,14 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from realgraph.runtime.attention.attention import (
-    MAX_SCORE_ENTRIES,
-    Ragged,
-    Rows,
-    ScoreShape,
-    rectangle,
-    variable_length,
-)
+from realgraph.runtime.attention.attention import MAX_SCORE_ENTRIES, Ragged, ScoreShape, rectangle, variable_length
+from realgraph.runtime.attention.sinks import Rows
 from realgraph.runtime.parallel.context.shares import SampleChunk
 
 BLOCK_QUERIES = 512  # under one mask: more would compute more of what a causal mask hides

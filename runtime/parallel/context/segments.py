@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from realgraph.runtime.attention import attention
-from realgraph.runtime.attention.attention import Rows, ScoreShape
+from realgraph.runtime.attention.attention import ScoreShape
 from realgraph.runtime.attention.segments import Segments
+from realgraph.runtime.attention.sinks import Rows
 from realgraph.runtime.parallel.context.attention import CutSamples, cut_attention
 from realgraph.runtime.parallel.context.gather import gather_alike, gather_parts
 from realgraph.runtime.parallel.context.shares import ContextShare, shares_of
