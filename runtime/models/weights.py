@@ -21,7 +21,7 @@ from realgraph.runtime.files.paths import RunPath
 from realgraph.runtime.models.checkpoint_files import open_tensors, read_part
 from realgraph.runtime.models.fixed import beyond_the_model, fixed_parts, fixed_shapes
 from realgraph.runtime.models.heads import HEAD, SUPPORTED, Head, parameter_name
-from realgraph.runtime.models.mxfp4 import unpacked
+from realgraph.runtime.models.quantised import unpacked
 from realgraph.runtime.models.remote_tensors import UnreadableTensors
 from realgraph.runtime.parallel.cuts import Box, overlap
 from realgraph.runtime.parallel.exchange import Arriving, WeightPart

@@ -16,7 +16,7 @@ from realgraph.graphs.spec import ModelRole
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.engine import TrainSettings
 from realgraph.runtime.models.building import Start, build
-from realgraph.runtime.models.mxfp4 import GROUP, PackedSlice
+from realgraph.runtime.models.quantised import GROUP, PackedSlice
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.train.engine import open_engine
 from tests import tiny
