@@ -172,6 +172,7 @@ def change(folder: Path, **changes: Any) -> Path:
         ({"auto_map": {"AutoModel": "x.Y"}}, "its own code"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
         ({"quantization_config": "mxfp4"}, "quantised"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
         ({"hidden_size": 64}, "the config asks for"),
         ({"num_hidden_layers": 3}, r"num_hidden_layers.*must be equal"),
     ],

@@ -1,4 +1,5 @@
-"""Checkpoints in MXFP4: read in any part, they are the numbers of the standard's table, and are saved unpacked."""
+"""Quantised checkpoints: read in any part, MXFP4 is the numbers of the standard's table, FP8 those times their
+square's factor; they are saved as plain tensors."""
 
 import json
 from pathlib import Path
@@ -16,7 +17,7 @@ from realgraph.graphs.spec import ModelRole
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.engine import TrainSettings
 from realgraph.runtime.models.building import Start, build
-from realgraph.runtime.models.quantised import GROUP, PackedSlice
+from realgraph.runtime.models.quantised import GROUP, SQUARE, PackedSlice, ScaledSlice
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.train.engine import open_engine
 from tests import tiny
@@ -121,3 +122,50 @@ def test_blocks_without_scales_are_refused(folders: tuple[Path, Path], tmp_path:
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.experts\.down_proj_blocks' has no place"):
         build(ModelRole(), str(tmp_path), Start(CPU))
+
+
+ROWS, COLUMNS = 2 * SQUARE + 5, SQUARE + 70
+
+
+def scaled(seed: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """A random matrix in float8, and factors of its squares."""
+    draw = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, columns, generator=draw).to(torch.float8_e4m3fn)
+    return values, torch.rand(-(-rows // SQUARE), -(-columns // SQUARE), generator=draw) + 0.1
+
+
+VALUES, FACTORS = scaled(0, ROWS, COLUMNS)
+SQUARE_OF = torch.arange(ROWS)[:, None] // SQUARE, torch.arange(COLUMNS) // SQUARE
+
+
+@given(st.tuples(spans(ROWS), spans(COLUMNS)))
+def test_any_part_of_a_matrix_is_scaled_by_its_squares(box: tuple[slice, slice]) -> None:
+    view = ScaledSlice(Whole(VALUES), Whole(FACTORS))
+    assert view.get_shape() == [ROWS, COLUMNS]
+    assert torch.equal(view[box], (VALUES.float() * FACTORS[SQUARE_OF])[box])
+
+
+def test_a_model_in_fp8_is_the_plain_one(tmp_path: Path) -> None:
+    plain, small = tmp_path / "plain", tmp_path / "small"
+    shape = {"hidden_size": SQUARE + 32, "intermediate_size": 40}
+    tensors = load_file(tiny.save(plain, "deepseek_v3", **shape) / "model.safetensors")
+    tiny.save(small, "deepseek_v3", **shape)
+    files = dict(tensors)
+    matrices = [name for name in tensors if name.endswith("_proj.weight")]
+    assert any(".experts.7." in name for name in matrices) and any("kv_b_proj" in name for name in matrices)
+    for seed, name in enumerate(matrices):
+        values, factors = scaled(seed, *tensors[name].shape)
+        at = (torch.arange(len(values))[:, None] // SQUARE, torch.arange(values.shape[1]) // SQUARE)
+        tensors[name] = values.float() * factors[at]
+        files |= {name: values, f"{name}_scale_inv": factors}
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    save_file(files, small / "model.safetensors", {"format": "pt"})
+    config = json.loads((small / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [SQUARE, SQUARE]}
+    (small / "config.json").write_text(json.dumps(config))
+    found, expected = (
+        dict(build(ModelRole(), str(one), Start(CPU)).network.named_parameters()) for one in (small, plain)
+    )
+    assert found.keys() == expected.keys()
+    for name, parameter in expected.items():
+        assert torch.equal(found[name], parameter), name

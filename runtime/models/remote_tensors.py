@@ -20,6 +20,7 @@ DTYPES_BY_NAME = {  # of safetensors
     "I64": torch.int64,
     "I32": torch.int32,
     "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
     "BOOL": torch.bool,
 }
 

@@ -21,7 +21,7 @@ from realgraph.runtime.files.paths import RunPath
 from realgraph.runtime.models.checkpoint_files import open_tensors, read_part
 from realgraph.runtime.models.fixed import beyond_the_model, fixed_parts, fixed_shapes
 from realgraph.runtime.models.heads import HEAD, SUPPORTED, Head, parameter_name
-from realgraph.runtime.models.quantised import unpacked
+from realgraph.runtime.models.quantised import is_readable, unpacked
 from realgraph.runtime.models.remote_tensors import UnreadableTensors
 from realgraph.runtime.parallel.cuts import Box, overlap
 from realgraph.runtime.parallel.exchange import Arriving, WeightPart
@@ -89,8 +89,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         hint = "remove `auto_map` if the weights are those of the architecture itself"
         raise refuse(file, "the checkpoint asks for its own code (auto_map), which is never run", hint)
     packed = config.get("quantization_config")
-    if packed and (not isinstance(packed, dict) or packed.get("quant_method") != "mxfp4"):
-        raise refuse(file, "quantised weights can't be trained", "take the model's unquantised checkpoint")
+    if packed and not is_readable(packed):
+        raise refuse(file, "weights quantised in this way can't be read", "take the model's unquantised checkpoint")
     if config.get("use_bidirectional_attention"):
         raise refuse(file, "bidirectional attention is no causal language model")
     return config
