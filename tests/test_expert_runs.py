@@ -34,17 +34,28 @@ TOLERANCE = 2e-3  # of float32, after steps that amplify rounding
 _done: dict[str, Path] = {}
 
 
-def write_mixture(home: Path) -> None:
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "sliding_window": 5},
+    "deepseek_v3": {
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1},
+        **{"q_lora_rank": 12, "kv_lora_rank": 10, "v_head_dim": 6, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4},
+        **{"first_k_dense_replace": 1, "intermediate_size": 48},
+    },
+}
+
+
+def write_mixture(home: Path, folder: str = "moe", kind: str = "qwen3_moe") -> None:
     """The home's model as a mixture of experts."""
     dense = AutoConfig.from_pretrained(home / "model").to_dict()
     names = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"]
     names += ["max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range"]
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
-    config = AutoConfig.for_model("qwen3_moe", **{name: dense[name] for name in names}, **experts)
-    shutil.copytree(home / "model", home / "moe", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    shape = {name: dense[name] for name in names if kind != "deepseek_v3" or name != "head_dim"}
+    config = AutoConfig.for_model(kind, **{**shape, **EXPERTS[kind]})
+    shutil.copytree(home / "model", home / folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(home / "moe")
+        AutoModelForCausalLM.from_config(config).save_pretrained(home / folder)
 
 
 def ran(home: Path, name: str) -> Path:
@@ -117,6 +128,23 @@ def test_a_stream_of_replicas_that_share_experts_gives_way_and_goes_on(home: Pat
     gaps = [value for step in steps for name, value in step.items() if name.endswith("update_gap")]
     assert len(gaps) == STEPS
     assert max(gaps) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3"])
+def test_other_mixtures_generate_and_train_on_devices_of_their_own(home: Path, kind: str) -> None:
+    """Weights go from spread experts to cut ones while samples are made; tokens keep the log-probabilities that the
+    trainer gives them. Its checkpoints are transformers'."""
+    write_mixture(home, kind, kind)
+    parts = {"train": {"first": 0, **EP2}, "rollout": {"first": 2, "devices": 2, "tp": 2}}
+    other = {"models": {"actor": {"path": kind}}, "runtime": {"verify_weights": 1}, "staleness": 1}
+    machine = {"cluster": {"devices": 4}, "allocation": parts}
+    folder = finish(home, "run", str(write_run(home, kind, GRPO, SAVED, machine, REPLAYED, other)), name=kind)
+    steps = [record["metrics"] for record in records(folder.folder)]
+    gaps = [value for step in steps for name, value in step.items() if name.endswith("update_gap")]
+    assert gaps and max(gaps) < 1e-4
+    model: Any = AutoModelForCausalLM.from_pretrained(weights_of(folder.folder))
+    assert model.config.model_type == kind
+    assert model(torch.arange(3, 11)[None]).logits.isfinite().all()
 
 
 def weights_of(run: Path) -> Path:
