@@ -50,6 +50,20 @@ def test_greedy_equals_transformers_generate(name: str) -> None:
         assert set(done[request.id].logprobs) == {0.0}
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "gemma2"])
+def test_scores_a_few_at_a_time_change_no_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where heads are wider than kernels know, and all share the keys; prompts come in parts."""
+    module, limits = served(model(name)), RolloutLimits(max_running=5, prefill_tokens=16)
+    wanted = requests(random.Random(5), 10, longest=60, groups_of=2)
+    expected = run(ContinuousBatch(module, limits), wanted)
+    monkeypatch.setattr("realgraph.runtime.attention.passes.KERNEL_DIM", 4)
+    monkeypatch.setattr("realgraph.runtime.attention.passes.MOST_SCORES", 100)
+    found = run(ContinuousBatch(module, limits), wanted)
+    for request in wanted:
+        assert found[request.id].tokens == expected[request.id].tokens
+        assert found[request.id].logprobs == pytest.approx(expected[request.id].logprobs, abs=1e-5)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2"])
 def test_slots_of_equal_tokens_are_one_row_of_the_walk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples that go the same way for a while, over preemption and updates: their probabilities are their own."""

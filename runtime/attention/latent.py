@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, sec. 2.1), in place of transformers' own. Knows no page.
 
-Training expands the latents of its rows into keys and values of every head. Generation caches of each token its latent
-and the one rotary key, which all heads share: queries go through the keys' projection, outputs through the values', so
-that attention reads the cache as it is.
+Training, and a prompt's first pass, expand the latents of their rows into keys and values of every head. Generation
+caches of each token its latent and the one rotary key, which all heads share: queries go through the keys' projection,
+outputs through the values', so that attention reads the cache as it is.
 """
 
 from typing import Any
@@ -54,9 +54,10 @@ class MultiHeadLatentAttention(nn.Module):
         turned, key = self._turn(turned, key[:, None], *position_embeddings)
         rollout_pass = given.get("rollout_pass")
         if rollout_pass is None:
-            out = self._expanded((still, turned), latent, key, given["segments"])
+            options = {"segments": given["segments"], "scaling": self.scaling}
+            out, _ = packed_attention(self, *self._expanded((still, turned), latent, key), None, **options)
         else:
-            out = self._by_latents((still, turned), torch.cat([latent[:, None], key], -1), rollout_pass)
+            out = self._cached((still, turned), latent, key, rollout_pass)
         return self.get_submodule("o_proj")(out.reshape(*rows, -1)), None
 
     def _queries(self, hidden_states: Tensor) -> Tensor:
@@ -67,21 +68,23 @@ class MultiHeadLatentAttention(nn.Module):
             out = parts["q_b_proj"](parts["q_a_layernorm"](parts["q_a_proj"](hidden_states)))
         return out
 
-    def _expanded(self, query: tuple[Tensor, Tensor], latent: Tensor, key: Tensor, segments: object) -> Tensor:
-        """[1, T, heads, value]. query: [1, heads, T, key] and [1, heads, T, rope]; latent: [1, T, rank]; key:
-        [1, 1, T, rope]."""
+    def _expanded(self, query: tuple[Tensor, Tensor], latent: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [n, heads, q, key + rope or value]. query: [n, heads, q, key] and [n, heads, q,
+        rope]; latent: [n, q, rank]; key: [n, 1, q, rope]."""
         both = self.get_submodule("kv_b_proj")(latent).unflatten(-1, (-1, self._key + self._value)).transpose(1, 2)
         keys, values = torch.split(both, [self._key, self._value], -1)
         keys = torch.cat([keys, key.expand(-1, keys.shape[1], -1, -1)], -1)
-        options = {"segments": segments, "scaling": self.scaling}
-        return packed_attention(self, torch.cat(query, -1), keys, values, None, **options)[0]
+        return torch.cat(query, -1), keys, values
 
-    def _by_latents(self, query: tuple[Tensor, Tensor], cached: Tensor, rollout_pass: RolloutPass) -> Tensor:
-        """[n, q, heads, value]. query: see `_expanded`; cached: [n, 1, q, rank + rope], of the new tokens."""
+    def _cached(self, query: tuple[Tensor, Tensor], latent: Tensor, key: Tensor, rollout_pass: RolloutPass) -> Tensor:
+        """[n, q, heads, value]. query, latent, key: see `_expanded`. Kernels know expanded heads alone, which cost less
+        where nothing is read back."""
+        cached, head = torch.cat([latent[:, None], key], -1), Head(self.scaling, None, None)
+        if rollout_pass.fresh:
+            return rollout_pass.attend(self.layer_idx, self._expanded(query, latent, key), head, cached)
         weight = self.get_parameter("kv_b_proj.weight").view(-1, self._key + self._value, self._rank)
         to_keys, to_values = torch.split(weight, [self._key, self._value], 1)
         queries = torch.cat([torch.einsum("nhqk,hkr->nhqr", query[0], to_keys), query[1]], -1)
-        head = Head(self.scaling, None, None)
         out = rollout_pass.attend(self.layer_idx, (queries, cached, cached[..., : self._rank]), head)
         return torch.einsum("nqhr,hvr->nqhv", out, to_values)
 

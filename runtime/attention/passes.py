@@ -20,6 +20,8 @@ from realgraph.runtime.attention.kv_cache import KVCache
 from realgraph.runtime.attention.pages import PAGE_TOKENS, pages_for
 
 CACHED_ATTENTION = "realgraph_cached"
+KERNEL_DIM = 256  # of heads, the most that kernels know
+MOST_SCORES = 1 << 26  # entries of a matrix of scores at a time
 _MAX_DISTINCT_SHARE = 0.8  # share of sequences computed above which finding their rows costs what it saves
 
 
@@ -53,23 +55,52 @@ class Head:
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, head: Head) -> Tensor:
     """Masked attention: query [n, h, q, d], key and value [n, h, k, d], mask additive, broadcast to [n, h, q, k].
 
-    With a soft cap the scores are cap x tanh(score / cap) before the mask (Gemma 2, arXiv:2408.00118, sec. 2).
+    Where a kernel knows the scores, it takes them; one head of keys and values may be all heads' there is.
     """
-    if head.plain:
+    if head.plain and query.shape[-1] <= KERNEL_DIM:
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=head.scale)
-    cap = head.softcap
-    scores = query @ key.transpose(-1, -2) * (head.scale if cap is None else head.scale / cap)
+    n, heads, width, _ = query.shape
+    mask = mask.expand(n, 1, width, key.shape[2])
+    rows = max(1, MOST_SCORES // (heads * width * key.shape[2]))
+    by_query = head.sinks is None or head.sinks.numel() == heads  # else the queries are heads, too
+    most = max(1, MOST_SCORES // (heads * key.shape[2])) if by_query else width
+    if n <= rows and width <= most:
+        return _by_scores(query, key, value, mask, head)
+    out = query.new_empty((n, heads, width, value.shape[-1]))
+    for at in range(0, n, rows):
+        some, keys, values, seen = (x[at : at + rows] for x in (query, key, value, mask))
+        for first in range(0, width, most):
+            part = slice(first, first + most)
+            out[at : at + rows, :, part] = _by_scores(some[:, :, part], keys, values, seen[:, :, part], head)
+    return out
+
+
+def _by_scores(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, head: Head) -> Tensor:
+    """`attend` by a matrix of scores. With a soft cap they are cap x tanh(score / cap) before the mask (Gemma 2,
+    arXiv:2408.00118, sec. 2)."""
+    cap, shape = head.softcap, query.shape[:-1]
+    if one := key.shape[1] == 1:  # all heads' queries are rows of one product
+        query = query.flatten(1, 2)[:, None]
+    scores = (query @ key.mT * (head.scale if cap is None else head.scale / cap)).view(*shape, -1)
     if cap is not None:
         scores = torch.tanh(scores) * cap
-    return softmax_beside(scores + mask, head.sinks).to(query.dtype) @ value
+    weights = softmax_beside(scores + mask, head.sinks).to(query.dtype)
+    return ((weights.flatten(1, 2)[:, None] if one else weights) @ value).view(*shape, -1)
 
 
 class RolloutPass(Protocol):
     """One forward call's dealings with the cache."""
 
-    def attend(self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], head: Head) -> Tensor:
+    @property
+    def fresh(self) -> bool:
+        """Its tokens see none that were there before: no key is read back."""
+        ...
+
+    def attend(
+        self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], head: Head, cached: Tensor | None = None
+    ) -> Tensor:
         """Store the new keys and values of `layer` and attend. qkv: [n, heads or kv_heads, q, d], d of values perhaps
-        another; returns [n, q, heads, d] of it."""
+        another; returns [n, q, heads, d] of it. cached: [n, 1, q, d], what a fresh pass stores in place of them."""
         ...
 
 
@@ -128,8 +159,16 @@ class DecodePass:
         self._masks: dict[int | None, list[Tensor]] = {}
         self.alike: Alike | None = None
 
-    def attend(self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], head: Head) -> Tensor:
+    @property
+    def fresh(self) -> bool:
+        """See RolloutPass."""
+        return False
+
+    def attend(
+        self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], head: Head, cached: Tensor | None = None
+    ) -> Tensor:
         """See RolloutPass; q = 1. Where sequences are alike, one row for each kind comes in and goes out."""
+        assert cached is None, "a pass that reads keys back wants them as they are stored"
         if self.alike is not None:
             query, key, value = (x.index_select(0, self.alike.place) for x in qkv)
             return self._attend(layer, (query, key, value), head).index_select(0, self.alike.first)
@@ -176,18 +215,22 @@ class PrefillPass:
         count = torch.tensor(counts, device=device)[:, None]
         # padding repeats the row's last position: no rotary table is asked for a position that does not exist
         self.positions = first + torch.minimum(steps, count - 1)
-        self._fresh = not any(starts)
+        self.fresh = not any(starts)
         places = _places(self._tables, self.positions)
         self._places = torch.where(steps < count, places, 0).view(-1)
-        self._rows = None if self._fresh else CacheRows(cache, [self._tables])
+        self._rows = None if self.fresh else CacheRows(cache, [self._tables])
         self._masks: dict[int | None, Tensor] = {}
 
-    def attend(self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], head: Head) -> Tensor:
+    def attend(
+        self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], head: Head, cached: Tensor | None = None
+    ) -> Tensor:
         """See RolloutPass."""
         query, key, value = qkv
         n, _, width, _ = query.shape
-        self._cache.store(layer, self._places, key.transpose(1, 2), value.transpose(1, 2))
+        stored = (key, value) if cached is None else (cached, cached)
+        self._cache.store(layer, self._places, *(each.transpose(1, 2) for each in stored))
         if self._rows is not None:
+            assert cached is None, "a pass that reads keys back wants them as they are stored"
             key, value = self._cache.load(layer, self._rows.now()[0], n, self._length)
         elif head.plain and (head.window is None or width <= head.window):
             out = scaled_dot_product_attention(
@@ -195,7 +238,7 @@ class PrefillPass:
             )
             return out.transpose(1, 2)
         repeat = query.shape[1] // key.shape[1]
-        if repeat > 1:
+        if repeat > 1 and (key.shape[1] > 1 or query.shape[-1] <= KERNEL_DIM):
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
         mask = self._mask(head.window, key.shape[2], query.dtype)
         return attend(query, key, value, mask, head).transpose(1, 2)
