@@ -23,7 +23,7 @@ KNOTS_PER_HALVING = 4  # further knots for each halving of what is left above
 LIMIT_SHARE = 0.98  # of the limit: with a mean above it every response is taken to be as long as the limit
 
 
-class Lengths(Struct, frozen=True, dict=True):
+class Lengths(Struct, frozen=True, dict=True, cache_hash=True):
     """Knots of a cumulative distribution function of tokens: `shares` of the samples are at most `tokens` long.
 
     Both rise, shares from 0 to 1; equal tokens at two knots are a mass of probability there.
@@ -67,11 +67,7 @@ class Lengths(Struct, frozen=True, dict=True):
 
     def expected_max(self, samples: float) -> float:
         """Expected length of the longest of `samples` independent samples: the integral of 1 - F^samples."""
-        shares, tokens = np.array(self.shares), np.array(self.tokens)
-        low, high, rise = shares[:-1], shares[1:], np.diff(shares)
-        power = (high ** (samples + 1) - low ** (samples + 1)) / ((samples + 1) * np.where(rise > 0, rise, 1.0))
-        below = np.where(rise > 0, power, low**samples)
-        return float(tokens[0] + np.sum(np.diff(tokens) * (1 - below)))
+        return _expected_max(self, samples)
 
     def survival(self, tokens: Floats) -> Floats:
         """Share of samples longer than each of `tokens`."""
@@ -84,6 +80,15 @@ class Lengths(Struct, frozen=True, dict=True):
         """The knots' tokens, equal ones set apart by next to nothing so that they rise strictly."""
         apart: Floats = np.arange(len(self.tokens), dtype=np.float64) * (self.longest * 1e-9)
         return apart + np.array(self.tokens, dtype=np.float64)
+
+
+@lru_cache(maxsize=1024)
+def _expected_max(lengths: Lengths, samples: float) -> float:
+    shares, tokens = np.array(lengths.shares), np.array(lengths.tokens)
+    low, high, rise = shares[:-1], shares[1:], np.diff(shares)
+    power = (high ** (samples + 1) - low ** (samples + 1)) / ((samples + 1) * np.where(rise > 0, rise, 1.0))
+    below = np.where(rise > 0, power, low**samples)
+    return float(tokens[0] + np.sum(np.diff(tokens) * (1 - below)))
 
 
 @lru_cache(maxsize=256)

@@ -6,7 +6,7 @@ found once and then priced for every model and layout: see `rollout.py`. Knows n
 """
 
 import math
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from msgspec import Struct
@@ -22,7 +22,7 @@ LONGEST_PART = 1.5  # the largest, likewise
 SLOT_STEP = 1.005  # numbers of slots are taken in such steps, each rounded down
 
 
-class Shape(Struct, frozen=True, eq=False):
+class Shape(Struct, frozen=True, eq=False, dict=True):
     """A stream whose bursts are `between` tokens apart; counts are per admitted sequence of a burst.
 
     Arrays have a value for each of BURST_CELLS parts of the time between two bursts.
@@ -37,6 +37,24 @@ class Shape(Struct, frozen=True, eq=False):
     # A batch is complete so many bursts, and tokens after these, after the burst it was admitted with.
     wait_bursts: int
     wait_tokens: float
+
+    @cached_property
+    def edges(self) -> Floats:
+        """[BURST_CELLS + 1]: tokens since the burst, at the edges of the cells."""
+        return np.linspace(0.0, self.between, BURST_CELLS + 1)
+
+    @cached_property
+    def started(self) -> float:
+        """Share of a burst that has started when a batch is complete."""
+        return float(np.interp(self.wait_tokens, self.edges[:-1], self.started_share[1:]))
+
+    @cached_property
+    def mean_running(self) -> float:
+        return float(self.running.mean())
+
+    @cached_property
+    def most_running(self) -> float:
+        return float(self.running.max())
 
 
 def shape_of(lengths: Lengths, per_group: int, groups: float, between: float, slots: float = math.inf) -> Shape:

@@ -23,7 +23,8 @@ names. At eta = 0 there is no stream: the batch is generated as a whole, tail an
 """
 
 import math
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
 
 import numpy as np
 from msgspec import Struct
@@ -155,25 +156,34 @@ def variant_of(stream: Stream, between: float, paused: bool = False) -> Variant:
     paused: calls that read a batch take the mesh and the memory of its caches as soon as it is complete, besides the
     update: a second interruption.
     """
+    return _variants(stream, (between,), paused)[0]
+
+
+def _variants(stream: Stream, between: Sequence[float], paused: bool) -> list[Variant]:
+    """The streams with so many tokens between two updates; the cells of all are computed at once."""
+    shapes = [stream.shape(one) for one in between]
+    mean, met = _sequences(stream, shapes)
+    decoded = _decode(stream, shapes, (mean, met))
+    return [_variant(stream, shape, met[i], decoded[i], paused) for i, shape in enumerate(shapes)]
+
+
+def _variant(stream: Stream, shape: Shape, met: Floats, decode: Floats, paused: bool) -> Variant:
+    """met: [BURST_CELLS], of `_sequences`; decode: [BURST_CELLS + 1], of `_decode`."""
     setting, work = stream.setting, stream.work
-    shape = stream.shape(between)
-    prefill = _interruption_at(stream, shape, shape.between)
-    decode = _decode(stream, shape)
+    prefill = _interruption_at(stream, shape, met, shape.between)
     dispatch = rollout_dispatch_seconds(setting.costs, stream.share)
-    pause = work.wake_seconds + _interruption_at(stream, shape, shape.wait_tokens) if paused else 0.0
+    pause = work.wake_seconds + _interruption_at(stream, shape, met, shape.wait_tokens) if paused else 0.0
     seconds = prefill + pause + stream.prompt_seconds + dispatch + float(decode[-1])
-    edges = np.linspace(0.0, shape.between, BURST_CELLS + 1)
-    started = float(np.interp(shape.wait_tokens, edges[:-1], shape.started_share[1:]))
     part = dispatch * shape.wait_tokens / shape.between
-    remainder = prefill + stream.prompt_seconds * started + part + float(np.interp(shape.wait_tokens, edges, decode))
-    mean = float(shape.running.mean())
+    waited = float(np.interp(shape.wait_tokens, shape.edges, decode))
+    remainder = prefill + stream.prompt_seconds * shape.started + part + waited
     longest = stream.lengths.expected_max(work.samples_per_group)
     return Variant(
         seconds=seconds,
         latency_periods=shape.wait_bursts,
         remainder_seconds=remainder,
-        running=max(1, min(work.running, math.ceil(stream.share * float(shape.running.max())))),
-        groups_in_flight=stream.groups * mean * longest / stream.lengths.mean,
+        running=max(1, min(work.running, math.ceil(stream.share * shape.most_running))),
+        groups_in_flight=stream.groups * shape.mean_running * longest / stream.lengths.mean,
         tokens_between_updates=shape.between,
         prefill_seconds=prefill,
         pause_seconds=pause,
@@ -181,40 +191,47 @@ def variant_of(stream: Stream, between: float, paused: bool = False) -> Variant:
     )
 
 
-def _interruption_at(stream: Stream, shape: Shape, tokens: float) -> float:
+def _interruption_at(stream: Stream, shape: Shape, met: Floats, tokens: float) -> float:
     """Seconds of an interruption at so many tokens after an update."""
     cell = min(BURST_CELLS - 1, int(tokens / shape.between * BURST_CELLS))
     context = stream.work.prompt_tokens + float(shape.age[cell])
-    return _interruption_seconds(stream.setting, stream.work, float(_met(stream, shape)[cell]), context)
+    return _interruption_seconds(stream.setting, stream.work, float(met[cell]), context)
 
 
-def _met(stream: Stream, shape: Shape) -> Floats:
-    """[BURST_CELLS]: sequences on a replica as a sequence meets them: above the mean, as full ones have more of them.
+def _sequences(stream: Stream, shapes: Sequence[Shape]) -> tuple[Floats, Floats]:
+    """Two of [shapes, BURST_CELLS]: sequences on a replica, and those that a sequence meets, which are more: full
+    replicas have more of them.
 
     By the variance over the mean. Each burst brings the groups on every replica to one number; how many sequences of
     each run depends on its age and on chance. At least one: some replica runs while a batch is not complete.
     """
-    mean, per_group = stream.share * shape.running, stream.work.samples_per_group
-    squared = shape.sum_squared_shares
-    in_groups = stream.share * per_group * np.maximum(0.0, squared - shape.running**2 / shape.incomplete_bursts)
+    running = np.array([shape.running for shape in shapes])
+    squared = np.array([shape.sum_squared_shares for shape in shapes])
+    incomplete = np.array([shape.incomplete_bursts for shape in shapes])[:, None]
+    mean, per_group = stream.share * running, stream.work.samples_per_group
+    in_groups = stream.share * per_group * np.maximum(0.0, squared - running**2 / incomplete)
     single = np.maximum(0.0, mean - stream.share * squared)
     others = 1 - 1 / stream.setting.layout.dp
     met: Floats = np.maximum(1.0, mean + others * (in_groups + single) / np.maximum(1.0, mean))
-    return np.minimum(met, np.maximum(mean, stream.slots))
+    return mean, np.minimum(met, np.maximum(mean, stream.slots))
 
 
-def _decode(stream: Stream, shape: Shape) -> Floats:
-    """[BURST_CELLS + 1]: seconds of decoding from an update to each edge of the cells.
+def _decode(stream: Stream, shapes: Sequence[Shape], sequences: tuple[Floats, Floats]) -> Floats:
+    """[shapes, BURST_CELLS + 1]: seconds of decoding from an update to each edge of the cells.
 
     A token step takes E[n] / E[n / s(n)] over the replicas, as sequences see it: with a variance V of n, to its first
     power, s + s' V / n x (1 - s' n / s).
     """
-    mean, context = np.maximum(1.0, stream.share * shape.running), stream.work.prompt_tokens + shape.age
-    met = np.maximum(mean, _met(stream, shape))
+    mean = np.maximum(1.0, sequences[0])
+    met = np.maximum(mean, sequences[1])
+    context = stream.work.prompt_tokens + np.array([shape.age for shape in shapes])
     plain = stream.step(mean, context)
     more = stream.step(met, context) - plain
     rise = np.clip(more / plain * mean / np.maximum(1e-9, met - mean), 0.0, 1.0)
-    return np.append(0.0, np.cumsum((plain + more * (1 - rise)) * (shape.between / BURST_CELLS)))
+    cell_tokens = np.array([shape.between for shape in shapes])[:, None] / BURST_CELLS
+    decoded = np.zeros((len(shapes), BURST_CELLS + 1))
+    np.cumsum((plain + more * (1 - rise)) * cell_tokens, axis=1, out=decoded[:, 1:])
+    return decoded
 
 
 def offered_variants(setting: Setting, work: GenerateWork, staleness: int, paused: bool = False) -> tuple[Variant, ...]:
@@ -246,8 +263,13 @@ def stream_levels(stream: Stream, staleness: int, paused: bool = False) -> list[
 
     Where what follows generation takes `spent` periods, it waits for so many fewer; mostly that is about one.
     """
+    tokens = {*_level_tokens(stream.lengths, stream.work.samples_per_group, stream.groups, staleness), stream.most}
+    return _variants(stream, sorted({max(stream.least, one) for one in tokens}), paused)
+
+
+@lru_cache(maxsize=1024)
+def _level_tokens(lengths: Lengths, per_group: int, groups: float, staleness: int) -> frozenset[float]:
+    """Tokens between two updates of all levels, whatever runs them."""
     spent = np.concatenate([np.linspace(0.0, 1.25, STREAM_LEVELS + 1), np.linspace(1.25, staleness, STREAM_LEVELS + 1)])
     waits = 1.0 + staleness - np.minimum(spent, staleness)
-    tokens = {between_for(stream.lengths, stream.work.samples_per_group, stream.groups, float(one)) for one in waits}
-    tokens.add(stream.most)
-    return [variant_of(stream, between, paused) for between in sorted({max(stream.least, one) for one in tokens})]
+    return frozenset(between_for(lengths, per_group, groups, float(one)) for one in waits)
