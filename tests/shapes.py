@@ -4,6 +4,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from realgraph.graphs.functions import KEEP, least_samples, sample_filter
@@ -108,11 +109,16 @@ class Shape:
 
     def lot(self, number: int, what: str) -> float:
         """A random number that depends on nothing but the seed, `number` and `what`."""
-        return random.Random(f"{self.seed} {what} {number}").random()
+        return _lot(self.seed, what, number)
 
     def length(self, sample: int, later: str = "") -> int:
         """Tokens of a sample; later: the generate call that made it, if not the first of its group."""
         return 1 + int(100 * self.lot(sample, f"length{later}") ** 3)
+
+
+@lru_cache(maxsize=4096)
+def _lot(seed: int, what: str, number: int) -> float:
+    return random.Random(f"{seed} {what} {number}").random()
 
 
 def filter_of(shape: Shape) -> Function:

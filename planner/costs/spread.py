@@ -7,6 +7,7 @@ measurements, as the margin of memory is (`costs/memory/margin.py`); the rule th
 """
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from math import exp
 from statistics import NormalDist
 from typing import Literal
@@ -50,6 +51,12 @@ def spread_of(phase: SpreadPhase, regimes: Iterable[SpreadRegime]) -> float:
     """The widest deviation of a call's regimes; of a phase that has none of them, its plain one."""
     known = SPREADS[phase]
     return max((known[one] for one in regimes if one in known), default=known["plain"])
+
+
+@lru_cache(maxsize=16384)
+def deviation_of(phase: SpreadPhase, model: ModelSpec, layout: Layout, *, cpu: bool, profiled: bool) -> float:
+    """The deviation of a call under a layout, see `regimes_of`."""
+    return spread_of(phase, regimes_of(phase, model, layout, cpu=cpu, profiled=profiled))
 
 
 def half_width(deviation: float, share: float = BAR_SHARE) -> float:

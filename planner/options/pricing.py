@@ -18,7 +18,7 @@ from realgraph.planner.costs.memory import margin, memory
 from realgraph.planner.costs.memory.margin import margin_bytes
 from realgraph.planner.costs.memory.memory import Footprint, Running
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.costs.spread import regimes_of, spread_of
+from realgraph.planner.costs.spread import deviation_of
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.devices import EfficiencyFactors
 from realgraph.planner.inputs.model_spec import ModelSpec
@@ -354,8 +354,7 @@ def corrected(request: PlanRequest, call: str, candidate: CallOption, timing: Ti
 def _formula_error(request: PlanRequest, call: str, candidate: CallOption) -> float:
     """Deviation of a prediction by the formulas alone."""
     phase, profiled = phase_of(request.graph.calls[call]), request.costs.factors is not None
-    cpu = request.cluster.is_cpu
-    return spread_of(phase, regimes_of(phase, request.model(call), candidate.layout, cpu=cpu, profiled=profiled))
+    return deviation_of(phase, request.model(call), candidate.layout, cpu=request.cluster.is_cpu, profiled=profiled)
 
 
 def is_measured(request: PlanRequest, call: str, candidate: CallOption) -> bool:
@@ -365,8 +364,9 @@ def is_measured(request: PlanRequest, call: str, candidate: CallOption) -> bool:
 
 def _measured(request: PlanRequest, call: str, candidate: CallOption) -> tuple[float, float] | None:
     """The measured seconds and error of exactly this call, None where there are none."""
-    now = {**candidate.settings, "devices": candidate.layout.mesh.n_devices}
-    for measured in _measured_there(request, candidate.layout).calls:
+    calls = _measured_there(request, candidate.layout).calls
+    now = {**candidate.settings, "devices": candidate.layout.mesh.n_devices} if calls else {}
+    for measured in calls:
         ran = measured.call == call and all(getattr(measured, name) == now[name] for name in MEASURED_SETTINGS)
         if ran and (measured.model, measured.workload) == call_hashes(request, call):
             return measured.seconds, measured.error

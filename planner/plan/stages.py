@@ -75,6 +75,7 @@ def stages_of(model: ModelSpec, head: Head, layout: Layout, chunks: int = 1) -> 
     return balanced_stages(model.layers, layout.pp, chunks, (EMBEDDING_LAYERS, head_layers(model, head)))
 
 
+@lru_cache(maxsize=1 << 12)
 def stage_totals(stages: Stages) -> tuple[int, ...]:
     """Layers of each stage, its chunks together."""
     return tuple(sum(chunks) for chunks in stages)
