@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos_checks import Trained, judge_end, judge_whole, trained
+from benchmarks.chaos_engines import EngineFault
 from benchmarks.chaos_faults import (
     INSIDE,
     Cold,
@@ -38,7 +39,7 @@ from benchmarks.chaos_faults import (
     draw,
     strain,
 )
-from benchmarks.chaos_settings import ASYNCHRONOUS, SETTINGS, Setting, chaos_home
+from benchmarks.chaos_settings import ASYNCHRONOUS, REPLACED, SETTINGS, Setting, chaos_home
 from benchmarks.machine import describe
 from tests.namespaces import Loopback
 from tests.runs import PLAIN, Special, logs, start, write_run
@@ -93,7 +94,7 @@ class Place:
     @property
     def special(self) -> Special:
         """Differences of its runs from others."""
-        shown = SHOWN if self.setting in ASYNCHRONOUS.values() else PLAIN
+        shown = SHOWN if self.setting.name in ASYNCHRONOUS | REPLACED else PLAIN
         return shown if self.network is None else replace(shown, namespace=self.network.space)
 
     @property
@@ -170,6 +171,10 @@ def run_case(case: Case, place: Place, reference: Trained | None, rng: random.Ra
         began = time.monotonic()
         if place.network is not None:
             strain(case.fault, place.network)
+        elif case.fault.target == "engine":
+            struck = EngineFault(case.fault, place.home, place.outputs[-1], rng)
+            case.missed = not struck.deliver(process, END_SECONDS) and process.ended() != 3
+            held.ports |= listening(processes_at(place.home))
         else:
             deliver(case.fault, pids, process)
         _end(case, place, process, held)
@@ -188,6 +193,7 @@ def run_case(case: Case, place: Place, reference: Trained | None, rng: random.Ra
         if process.ended() is None:
             process.kill()
     if case.broken:
+        case.missed = False
         case.evidence = place.evidence()
 
 

@@ -8,7 +8,9 @@ stopped and continued, links delayed and cut, masters killed and runs interrupte
 transfers, switches, checkpoints and evaluations. Real: two CPU workers, one of which generates, embedded or on a
 stand-in of an SGLang server, killed and stopped at such moments, as their own status tells these, and resumed; some in
 a network namespace of their own (Linux, as root), whose connections are cut, for a moment or for good, and slowed.
-`--resume` adds to the cases that are on record.
+`--resume` adds to the cases that are on record. `--faults engines`: of real runs with two engines, one is killed or
+stopped, and so are the new processes in its place, while they take their weights or as they have joined (give it an
+`--out` of its own).
 """
 
 import argparse
@@ -27,10 +29,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from benchmarks import chaos_engines
 from benchmarks.chaos import Broken, Case, Place, run_case, show
 from benchmarks.chaos_checks import judge_whole, trained
 from benchmarks.chaos_faults import LINKS, START_SECONDS, Fault
-from benchmarks.chaos_settings import ASYNCHRONOUS, EVERY, STEPS, Setting, chaos_home
+from benchmarks.chaos_settings import ASYNCHRONOUS, EVERY, REPLACED, STEPS, Setting, chaos_home
 from benchmarks.machine import describe
 from tests.broken_simulations import broken_run
 from tests.namespaces import hide, loopback
@@ -72,8 +75,11 @@ def simulate(n_faults: int, seed: int) -> dict[str, Any]:
     }
 
 
-def drawn(seed: int, index: int) -> Case:
-    """The real case of an index."""
+def drawn(seed: int, index: int, kinds: str) -> Case:
+    """The real case of an index, of faults of these kinds."""
+    if kinds == "engines":
+        rng = random.Random(f"{seed} {index} engines")
+        return Case(index, rng.choice(list(REPLACED)), chaos_engines.draw(rng))
     rng = random.Random(f"{seed} {index}")
     setting = ASYNCHRONOUS[rng.choice(list(ASYNCHRONOUS))]
     return Case(index, setting.name, draw(setting, rng))
@@ -96,7 +102,7 @@ def draw(setting: Setting, rng: random.Random) -> Fault:
 
 def run(case: Case, source: Path, work: Path, seed: int) -> Case:
     """Run one real case, show it, and remove what it wrote where nothing is broken."""
-    place = Place(source, work / f"case-{case.index}", ASYNCHRONOUS[case.setting])
+    place = Place(source, work / f"case-{case.index}", (ASYNCHRONOUS | REPLACED)[case.setting])
     with loopback() if case.fault.target == "links" else nullcontext() as place.network:
         run_case(case, place, None, random.Random(f"{seed} {case.index} target"))
     if not case.broken:
@@ -105,10 +111,10 @@ def run(case: Case, source: Path, work: Path, seed: int) -> Case:
     return case
 
 
-def uninterrupted(source: Path, work: Path) -> list[str]:
+def uninterrupted(source: Path, work: Path, kinds: str) -> list[str]:
     """Broken promises of the settings themselves."""
     problems = []
-    for name, setting in ASYNCHRONOUS.items():
+    for name, setting in (REPLACED if kinds == "engines" else ASYNCHRONOUS).items():
         place = Place(source, work / f"reference-{name}", setting)
         try:
             place.finish()
@@ -134,14 +140,14 @@ def strike(asked: argparse.Namespace, work: Path, before: Sequence[Case]) -> Ite
         n_hit = sum(not case.missed for case in done)
         if n_hit >= n_faults or time.monotonic() > began + 60 * asked.minutes:
             return
-        done.append(run(drawn(asked.seed, index), source, work, asked.seed))
+        done.append(run(drawn(asked.seed, index, asked.faults), source, work, asked.seed))
         yield done
 
 
-def told(cases: Sequence[Case], seed: int) -> dict[str, Any]:
+def told(cases: Sequence[Case], seed: int, kinds: str) -> dict[str, Any]:
     """The real part of the results."""
     hit = [case for case in cases if not case.missed]
-    again = f"python -m benchmarks.chaos_async --simulated 0 --seed {seed} --only"
+    again = f"python -m benchmarks.chaos_async --simulated 0 --seed {seed} --faults {kinds} --only"
     return {
         "faults": len(hit),
         "missed": len(cases) - len(hit),
@@ -172,6 +178,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--simulated", type=int, default=10_000, help="faults of simulated runs")
     parser.add_argument("--real", type=int, default=100, help="faults of real runs, with those on record")
+    parser.add_argument(
+        "--faults", default="all", choices=("all", "engines"), help="of real runs: engines are replaced"
+    )
     parser.add_argument("--first", type=int, default=0, help="index of the first real case")
     parser.add_argument("--minutes", type=float, default=120.0, help="no real case begins later")
     parser.add_argument("--resume", action="store_true", help="go on after the cases on record, of the same seed")
@@ -188,11 +197,11 @@ def main() -> int:
     simulated = found.setdefault("simulated", {"faults": 0, "runs": 0, "broken": []})
     print(f"simulated: {simulated['faults']} faults in {simulated['runs']} runs", *simulated["broken"], sep="\n")
     if asked.only is None and not cases:
-        found["uninterrupted"] = uninterrupted(chaos_home(work / "references"), work)
+        found["uninterrupted"] = uninterrupted(chaos_home(work / "references"), work, asked.faults)
         print("\n".join(found["uninterrupted"]) or "the settings run without a fault", flush=True)
     for done in strike(asked, work, cases):
         cases = done
-        found |= {"machine": describe(), "seed": asked.seed, "real": told(cases, asked.seed)}
+        found |= {"machine": describe(), "seed": asked.seed, "real": told(cases, asked.seed, asked.faults)}
         if asked.only is None:
             asked.out.write_text(json.dumps(found, indent=1) + "\n")
     hit = [case for case in cases if not case.missed]

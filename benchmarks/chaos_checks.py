@@ -125,7 +125,7 @@ def saves(fault: Fault, code: int, folder: Path) -> bool:
         case 130:
             return fault.signal in INTERRUPTS and fault.signal != "INT, INT"
         case 3:
-            return fault.target == "functions" or (fault.target == "worker" and survives(folder))
+            return fault.target in ("functions", "engine") or (fault.target == "worker" and survives(folder))
         case _:
             return False
 

@@ -136,7 +136,7 @@ def draw(setting: Setting, rng: random.Random) -> Fault:
 def chosen(fault: Fault, home: Path, master: int, rng: random.Random) -> list[int]:
     """The processes that it reaches; none where there is no such process (yet)."""
     match fault.target:
-        case "master" | "group" | "links":
+        case "master" | "group" | "links" | "engine":
             return [master]
         case "server":
             return servers_at(home)[:1]
@@ -234,6 +234,8 @@ def codes(fault: Fault) -> set[int]:
     """The exit codes that may follow. 0 where the run was over, or what it hit was not needed any more."""
     if fault.target == "server":
         return {0}  # it is started again
+    if fault.target == "engine":
+        return {0, 3}  # 3 where a step needs what it had
     if fault.target == "links":
         return {0, 3} if fault.lasting else {0}
     ours = fault.target in ("master", "group", "all")

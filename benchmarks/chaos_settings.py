@@ -16,6 +16,7 @@ N_TRAIN, N_TEST = 400, 6
 GROUPS, SAMPLES = 4, 4  # groups of a step, samples of a group
 STEPS = 10
 STALE_STEPS = 14
+ENGINES, REPLACED_STEPS, SLOW_SECONDS = 2, 40, 0.5  # of runs whose engines are replaced: slow, for processes to start
 LATE_GROUPS = (9, 26)  # their whole submission waits for them
 LOST_SECONDS = 4.0  # silence until a worker is given up; more than a loaded machine makes one wait
 EVERY = {"checkpoint": 2, "eval": 3}  # steps
@@ -29,8 +30,12 @@ HERE = Path(__file__).parent
 def batches() -> int:
     return len((HERE / "trained.jsonl").read_text().splitlines())
 
-async def score(text: str, answer: str, row: str, late_rows: list[str] = (), late_batches: int = 0) -> float:
-    """Something between 0 and 1 for any text; on some rows only so many batches later, or at the end of patience."""
+async def score(
+    text: str, answer: str, row: str, late_rows: list[str] = (), late_batches: int = 0, seconds: float = 0.0
+) -> float:
+    """Something between 0 and 1 for any text, after so many seconds; on some rows only so many batches later, or at the
+    end of patience."""
+    await asyncio.sleep(seconds)
     if row in late_rows:
         began, first = time.monotonic(), batches()
         while batches() < first + late_batches and time.monotonic() < began + 3:
@@ -140,6 +145,30 @@ ASYNCHRONOUS = {
         apart(2, "mask", "recompute", served=True),
         apart(4, "drop", "recompute", served=True),
     )
+}
+
+
+def replaced(staleness: int, overdue: str, interrupt: str) -> Setting:
+    """An audited run with two engines, in whose places new processes come, and a trainer beside them."""
+    parts = {
+        "cluster": {"devices": ENGINES + 1},
+        "allocation": {
+            "rollout": {"first": 0, "devices": ENGINES, "dp": ENGINES},
+            "train": {"first": ENGINES, "devices": 1},
+        },
+        "rollout": {"interrupt": interrupt, "replacements": 3},
+        "outputs": {"audit": True},
+        "runtime": {"verify_weights": 1},
+        "calls": {"reward": {"args": {"seconds": SLOW_SECONDS}}},
+        "steps": REPLACED_STEPS,
+    }
+    name = f"replaced, {staleness} {overdue}, {interrupt}"
+    return Setting(name, merged(GRPO, parts), exact=False, staleness=staleness, overdue=overdue)
+
+
+REPLACED = {
+    setting.name: setting
+    for setting in (replaced(1, "mask", "recompute"), replaced(2, "drop", "keep_kv"), replaced(2, "wait", "wait"))
 }
 
 
