@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from realgraph.runtime.commands.actions import Checkpointed, EngineLost, EvalEnded
-from realgraph.runtime.job.engine_loss import expendable_workers
+from realgraph.runtime.job.engine_loss import expendable_workers, replacement_mistake
 from realgraph.runtime.scheduler.scheduler import Scheduler
 from tests.generating import generating_graph
 from tests.resumed_runs import groups_of_steps
@@ -119,3 +119,18 @@ def test_only_engines_with_nothing_else_to_do_are_expendable() -> None:
     ):
         graph = graph_of(shape)
         assert not expendable_workers(graph, plan_of(shape, graph)), shape
+
+
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [
+        (Shape(n_workers=4, split=True, staleness=1), None),
+        (Shape(n_workers=4, split=True, tp=2), None),
+        (Shape(n_workers=4, split=True, tp=2, staleness=1), "an engine of 'rollout' has 2 workers"),
+    ],
+    ids=["one worker", "synchronous", "two workers"],
+)
+def test_an_engine_of_several_workers_cannot_be_replaced(shape: Shape, text: str | None) -> None:
+    graph = graph_of(shape)
+    mistake = replacement_mistake(graph, plan_of(shape, graph))
+    assert mistake is None if text is None else mistake is not None and mistake[0].startswith(text), mistake
