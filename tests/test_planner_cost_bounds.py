@@ -16,13 +16,13 @@ from benchmarks.published_backends import DEEPSPEED_CHAT, ZERO3, eight_bit
 from benchmarks.published_generation import generation
 from benchmarks.static_batches import batches, static_generate_seconds, static_occupancy, static_phases
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.costs.compute.forward import mean_context
 from realgraph.planner.costs.compute.inference import inference_seconds
 from realgraph.planner.costs.compute.train import TrainWork, spread, train_seconds
 from realgraph.planner.costs.generate.decode import cache_bytes_per_token
 from realgraph.planner.costs.generate.generate import GenerateWork
 from realgraph.planner.costs.lengths import lognormal, measured
 from realgraph.planner.costs.setting import Setting
+from realgraph.planner.costs.windows import mean_context
 from realgraph.planner.inputs.devices import device_kinds
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from tests.planner_cases import cluster, known
@@ -128,7 +128,8 @@ def test_unequal_samples_attend_to_more_than_half_their_mean(mean: float) -> Non
     known_lengths = mean_context(100.0, lognormal(mean - 100, 32668))
     assert equal.context == mean / 2 < known_lengths < 1.02 * uneven.context
     assert replace(uneven, prompt_tokens=100.0).context == pytest.approx(known_lengths)
-    assert replace(uneven, attended_tokens=known_lengths).context == known_lengths
+    shorter = lognormal(mean - 200, 32668)
+    assert replace(uneven, responses=shorter).context == mean_context(0.0, shorter)
     assert replace(uneven, prompt_tokens=mean).context == mean / 2
     assert replace(equal, longest_tokens=round(mean)).context == pytest.approx(mean / 2)
     setting = Setting(known(MODELS[1]), BF16, Layout(DeviceMesh(0, 8), dp=8), cluster("H100-SXM", 8))

@@ -48,6 +48,14 @@ class Lengths(Struct, frozen=True, dict=True, cache_hash=True):
         low, high = tokens[:-1], tokens[1:]
         return float(np.sum(np.diff(shares) * (low * low + low * high + high * high) / 3))
 
+    def squared_excess(self, limit: float) -> float:
+        """Mean of max(0, tokens - limit)^2, tokens squared."""
+        shares, tokens = np.array(self.shares), np.array(self.tokens)
+        width, above = np.diff(tokens), np.maximum(0.0, tokens - limit)
+        low, high = above[:-1], above[1:]
+        part = np.where(width > 0, (high - low) / np.where(width > 0, width, 1.0), 1.0)  # of the knots' step
+        return float(np.sum(np.diff(shares) * part * (low * low + low * high + high * high) / 3))
+
     @property
     def deviation(self) -> float:
         """Standard deviation, tokens."""

@@ -25,6 +25,7 @@ class Setting(Struct, frozen=True):
     factors: EfficiencyFactors | None = None  # measured ones that replace those of the cluster's kind
     backend: Backend | None = None  # the engine that runs it; None: the one for such a layout
     cuts_served_experts: bool = True  # of a decode step: see `EngineSupport`
+    masks_windows: bool = False  # passes compute what windows hide, and decode steps read it
 
     @property
     def engine(self) -> Backend:

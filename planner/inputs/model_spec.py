@@ -12,6 +12,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
 from realgraph.planner.inputs.shipped import shipped_table
+from realgraph.planner.inputs.windows import SlidingWindow, sliding_window
 
 Architecture = Literal[
     "llama",
@@ -82,6 +83,7 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
     latent: LatentAttention | None = None
     expert_bias: bool = False
     sinks: bool = False  # each head has a logit that takes part in the softmax and adds nothing
+    window: SlidingWindow | None = None
 
     def attention_params(self) -> int:
         """Parameters of one layer's attention."""
@@ -224,10 +226,10 @@ def spec_from_config(config: Mapping[str, Any], where: Where) -> ModelSpec:
         hint = f"supported: {', '.join(ARCHITECTURES)}"
         raise ConfigError([Problem(where, f"architecture {kind!r} is not supported", hint, "model")])
     try:
-        fields = msgspec.convert(config, _Config)
+        spec = _spec(kind, msgspec.convert(config, _Config))
+        spec = msgspec.structs.replace(spec, window=sliding_window(kind, config, spec.layers))
     except msgspec.ValidationError as error:
         raise ConfigError([Problem(where, f"config.json: {error}", "", "model")]) from error
-    spec = _spec(kind, fields)
     if spec.heads % spec.kv_heads:
         text = f"config.json: {spec.heads} heads do not divide among {spec.kv_heads} KV heads"
         raise ConfigError([Problem(where, text, "", "model")])

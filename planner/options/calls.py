@@ -9,7 +9,6 @@ from realgraph.graphs.graph import INPUT, Key
 from realgraph.graphs.keys import TOKENS, DType
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, Train
 from realgraph.planner.costs.backend import backend_of
-from realgraph.planner.costs.compute.forward import mean_context
 from realgraph.planner.costs.compute.inference import inference_seconds
 from realgraph.planner.costs.compute.move import transfer_seconds
 from realgraph.planner.costs.compute.train import TrainWork, microbatches, train_seconds
@@ -159,8 +158,8 @@ def setting_of(
     overheads, apart = request.overheads(cluster), layout.tp * layout.pp > cluster.devices_per_node
     if overheads != NO_OVERHEADS:
         factors = with_overheads(factors or device_kind(cluster.kind).costs, overheads, apart)
-    model, role = request.model(call), request.role(call)
-    return Setting(model, role, layout, cluster, factors, backend, engine.cuts_served_experts)
+    model, role, masked = request.model(call), request.role(call), generates and engine.masks_windows
+    return Setting(model, role, layout, cluster, factors, backend, engine.cuts_served_experts, masked)
 
 
 def setting_seconds(request: PlanRequest, call: str, setting: Setting, candidate: CallOption) -> float:
@@ -298,15 +297,15 @@ def microbatches_of(request: PlanRequest, call: str, candidate: CallOption, clus
 
 def _packed_work(request: PlanRequest, call: str, candidate: CallOption) -> TrainWork:
     request = sized(request, call)
-    mean = mean_tokens(request)
+    workload, mean = request.workload, mean_tokens(request)
     return TrainWork(
-        tokens=math.ceil(request.workload.n_samples * mean),
+        tokens=math.ceil(workload.n_samples * mean),
         sample_tokens=mean,
         microbatch_tokens=candidate.tokens,
-        prompt_tokens=request.workload.expected_prompt_tokens,
-        samples_per_group=request.workload.samples_per_group,
-        longest_tokens=longest_expected(request.workload, request.workload.n_samples),
-        attended_tokens=attended_expected(request.workload),
+        prompt_tokens=workload.expected_prompt_tokens,
+        samples_per_group=workload.samples_per_group,
+        longest_tokens=longest_expected(workload, workload.n_samples),
+        responses=lengths_of(workload.mean_new_tokens, workload.max_new_tokens, workload.lengths),
     )
 
 
@@ -315,13 +314,6 @@ def longest_expected(workload: Workload, samples: float) -> int:
     """Tokens of the longest sample that one of so many is expected to have."""
     lengths = lengths_of(workload.mean_new_tokens, workload.max_new_tokens, workload.lengths)
     return math.ceil(workload.expected_prompt_tokens + lengths.expected_max(max(1.0, samples)))
-
-
-@lru_cache(maxsize=256)
-def attended_expected(workload: Workload) -> float:
-    """Tokens of its own sample that a token attends to, mean over all tokens."""
-    lengths = lengths_of(workload.mean_new_tokens, workload.max_new_tokens, workload.lengths)
-    return mean_context(workload.expected_prompt_tokens, lengths)
 
 
 def running_sequences(request: PlanRequest, layout: Layout, kv_tokens: int) -> int:

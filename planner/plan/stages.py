@@ -81,12 +81,17 @@ def stage_totals(stages: Stages) -> tuple[int, ...]:
     return tuple(sum(chunks) for chunks in stages)
 
 
-def fullest_stage(stages: Stages, ends: tuple[float, float]) -> float:
-    """Cost of the fullest stage in layers, the embedding's and the head's included."""
+def fullest_stage(stages: Stages, ends: tuple[float, float], surplus: Sequence[float] = ()) -> float:
+    """Cost of the fullest stage in layers, the embedding's and the head's included. surplus: of each stage, besides."""
+    return max(map(sum, zip(stage_loads(stages, ends), surplus or [0.0] * len(stages), strict=True)))
+
+
+def stage_loads(stages: Stages, ends: tuple[float, float]) -> list[float]:
+    """Cost of each stage in layers, the embedding's and the head's included."""
     loads = [float(total) for total in stage_totals(stages)]
     loads[0] += ends[0]
     loads[-1] += ends[1]
-    return max(loads)
+    return loads
 
 
 def layer_ranges(stages: Stages) -> tuple[tuple[range, ...], ...]:

@@ -2,7 +2,6 @@
 
 from realgraph.planner.costs.compute.cores import core_forward_seconds
 from realgraph.planner.costs.layer import LayerCosts, layer_costs
-from realgraph.planner.costs.lengths import Lengths
 from realgraph.planner.costs.setting import Setting
 
 # Tokens of the busiest expert's device over the mean, with a trained router: an assumption, between 1 of a balance that
@@ -11,7 +10,7 @@ EXPERT_IMBALANCE = 1.1
 
 
 def forward_seconds(setting: Setting, tokens: float, context: float) -> float:
-    """One forward pass of `tokens` packed tokens that each see `context` tokens on average; logits of all of them.
+    """One forward pass of `tokens` packed tokens that each see `context` tokens, mean over tokens and layers; logits.
 
     Of all layers, whatever pp: a pass through all stages.
     """
@@ -27,12 +26,3 @@ def layer_seconds(costs: LayerCosts, tokens: float, context: float, imbalance: f
     moved = costs.tensor.at(tokens, context) + costs.context.at(tokens, context)
     routed = costs.experts.at(tokens, context) + costs.exchange.at(tokens, context)
     return own + moved + imbalance * routed + costs.dispatch.at(tokens, context) + costs.fixed
-
-
-def mean_context(prompt: float, responses: Lengths) -> float:
-    """Tokens of its own sample that a token attends to, mean over the tokens of samples of a prompt and a response.
-
-    A sample of n tokens has n of them, which attend to n / 2 on average: E[n^2] / 2 E[n].
-    """
-    squared = prompt * prompt + 2 * prompt * responses.mean + responses.second_moment
-    return squared / (2 * (prompt + responses.mean))

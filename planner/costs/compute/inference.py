@@ -4,12 +4,13 @@ import math
 
 from realgraph.planner.costs.compute.cores import core_pass
 from realgraph.planner.costs.compute.forward import layer_seconds
-from realgraph.planner.costs.compute.pipeline import MicroBatch, forward_pipeline_seconds
+from realgraph.planner.costs.compute.pipeline import MicroBatch, forward_pipeline_seconds, with_surplus
 from realgraph.planner.costs.compute.states import exposed_seconds, state_costs
 from realgraph.planner.costs.compute.train import TrainWork, computed_on_cpu, fsdp_slowdown, hand_over_seconds, spread
 from realgraph.planner.costs.layer import layer_costs
 from realgraph.planner.costs.overhead import dispatch_seconds
 from realgraph.planner.costs.setting import Setting
+from realgraph.planner.costs.windows import seen_by
 from realgraph.planner.plan.stages import stages_of
 
 
@@ -20,12 +21,15 @@ def inference_seconds(setting: Setting, work: TrainWork) -> float:
     model, layout = setting.model, setting.layout
     per_device = work.tokens / (layout.dp * layout.cp)
     count = max(1, math.ceil(per_device / work.microbatch_tokens))
-    tokens, context = per_device / count, work.context
-    costs = layer_costs(setting)
-    layer = layer_seconds(costs, tokens, context, work.imbalance) + costs.routing
-    head = costs.head.at(tokens, context)
-    one = MicroBatch(layer, 0.0, head, hand_over_seconds(setting, tokens))
-    passes = forward_pipeline_seconds(one, stages_of(model, setting.role.head, layout), count)
+    tokens = per_device / count
+    costs, stages = layer_costs(setting), stages_of(model, setting.role.head, layout)
+
+    def microbatch(context: float) -> MicroBatch:
+        layer = layer_seconds(costs, tokens, context, work.imbalance) + costs.routing
+        return MicroBatch(layer, 0.0, costs.head.at(tokens, context), hand_over_seconds(setting, tokens))
+
+    one = with_surplus(setting, stages, seen_by(setting, work.seen), microbatch)
+    passes = forward_pipeline_seconds(one, stages, count)
     passes = passes * spread(setting, work, per_device * layout.cp) + count * setting.costs.microbatch_seconds
     if layout.sharding == "fsdp":
         engine = setting.engine

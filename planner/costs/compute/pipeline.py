@@ -1,7 +1,12 @@
 """Seconds of one optimizer step's micro-batches through pipeline stages. Pure formulas."""
 
-from msgspec import Struct
+from collections.abc import Callable
 
+from msgspec import Struct
+from msgspec.structs import replace
+
+from realgraph.planner.costs.setting import Setting
+from realgraph.planner.costs.windows import Seen, fewer_windowed
 from realgraph.planner.plan.layout import Schedule, Stages
 from realgraph.planner.plan.stages import EMBEDDING_LAYERS, fullest_stage, stage_totals
 
@@ -17,6 +22,8 @@ class MicroBatch(Struct, frozen=True):
     backward: float
     head: float
     transfer: float = 0.0
+    # of each stage, over those of as many mean layers: where stages have other shares of windowed layers; () of none
+    surplus: tuple[float, ...] = ()
 
 
 class Pipeline(Struct, frozen=True):
@@ -26,9 +33,22 @@ class Pipeline(Struct, frozen=True):
     schedule: Schedule = "1f1b"
 
 
-def stage_layers(stages: Stages, head: float) -> float:
-    """Work of the fullest stage in layers, the last of them with a head worth `head` layers."""
-    return fullest_stage(stages, (EMBEDDING_LAYERS, head))
+def with_surplus(setting: Setting, stages: Stages, seen: Seen, at: Callable[[float], MicroBatch]) -> MicroBatch:
+    """The mean layer's micro-batch, and what stages with fewer windowed layers take more. at: one where each query sees
+    so many tokens."""
+    one, fewer = at(seen.mean), fewer_windowed(setting.model, stages)
+    if seen.full == seen.windowed or not fewer:
+        return one
+    full, windowed = at(seen.full), at(seen.windowed)
+    saved = full.forward + full.backward - windowed.forward - windowed.backward
+    return replace(one, surplus=tuple(saved * layers for layers in fewer))
+
+
+def stage_seconds(one: MicroBatch, stages: Stages) -> float:
+    """Seconds of the fullest stage, the head's on the last of them; hand-overs apart."""
+    layer = one.forward + one.backward
+    surplus = [seconds / layer for seconds in one.surplus]
+    return fullest_stage(stages, (EMBEDDING_LAYERS, one.head / layer), surplus) * layer
 
 
 def pipeline_seconds(one: MicroBatch, pipeline: Pipeline, count: int) -> float:
@@ -42,7 +62,7 @@ def pipeline_seconds(one: MicroBatch, pipeline: Pipeline, count: int) -> float:
     layer = one.forward + one.backward
     if stages == 1:
         return count * (layers * layer + one.head)
-    fullest = stage_layers(pipeline.stages, one.head / layer) * layer
+    fullest = stage_seconds(one, pipeline.stages)
     mean = (layers * layer + one.head) / stages
     steady = count * (fullest + 2 * one.transfer)
     if pipeline.schedule == "interleaved":
@@ -54,5 +74,5 @@ def pipeline_seconds(one: MicroBatch, pipeline: Pipeline, count: int) -> float:
 def forward_pipeline_seconds(one: MicroBatch, stages: Stages, count: int) -> float:
     """`count` micro-batches forward alone, through stages one after the other; the head's seconds forward."""
     layers = sum(stage_totals(stages))
-    fullest = stage_layers(stages, one.head / one.forward) * one.forward + one.transfer
+    fullest = stage_seconds(one, stages) + one.transfer
     return count * fullest + (len(stages) - 1) * (layers * one.forward + one.head) / len(stages)

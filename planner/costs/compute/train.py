@@ -10,13 +10,14 @@ import math
 from msgspec import Struct
 
 from realgraph.planner.costs.compute.cores import core_microbatch, shared_gradients_seconds
-from realgraph.planner.costs.compute.forward import EXPERT_IMBALANCE, layer_seconds, mean_context
-from realgraph.planner.costs.compute.pipeline import MicroBatch, Pipeline, pipeline_seconds
+from realgraph.planner.costs.compute.forward import EXPERT_IMBALANCE, layer_seconds
+from realgraph.planner.costs.compute.pipeline import MicroBatch, Pipeline, pipeline_seconds, with_surplus
 from realgraph.planner.costs.compute.states import REPLICATED_EXPOSED_SHARE, StateCosts, exposed_seconds, state_costs
 from realgraph.planner.costs.layer import BACKWARD_ATTENTION_RATIO, LayerCosts, layer_costs
-from realgraph.planner.costs.lengths import lognormal
+from realgraph.planner.costs.lengths import Lengths, lognormal
 from realgraph.planner.costs.overhead import collective_seconds, computed_tokens, dispatch_seconds, link_share
 from realgraph.planner.costs.setting import Setting
+from realgraph.planner.costs.windows import mean_context, mean_seen, seen_by
 from realgraph.planner.plan.layout import Recompute as Recompute
 from realgraph.planner.plan.layout import Schedule, Stages
 from realgraph.planner.plan.stages import stages_of
@@ -41,19 +42,22 @@ class TrainWork(Struct, frozen=True):
     chunks: int = 2  # groups of layers of a stage, where the schedule is interleaved
     longest_tokens: int | None = None  # of the longest sample, None where all are equal
     imbalance: float = EXPERT_IMBALANCE  # tokens of the busiest expert's device over the mean
-    # of its own sample that a token attends to, mean over all tokens (`mean_context`); None: that of log-normal
-    # responses up to the longest
-    attended_tokens: float | None = None
+    responses: Lengths | None = None  # beside prompts; None: log-normal ones up to the longest
 
     @property
     def context(self) -> float:
-        """Tokens that a token attends to, mean over the tokens: long samples have more of them."""
-        if self.attended_tokens is not None:
-            return self.attended_tokens
+        """`seen` without a window."""
+        return self.seen(math.inf)
+
+    def seen(self, window: float) -> float:
+        """Tokens of its own sample, the last `window` at most, that a token attends to: mean over the tokens, of which
+        long samples have more."""
+        if self.responses is not None:
+            return mean_context(self.prompt_tokens, self.responses, window)
         longest, response = self.longest_tokens or 0, self.sample_tokens - self.prompt_tokens
         if longest <= self.sample_tokens or response <= 0:
-            return self.sample_tokens / 2
-        return mean_context(self.prompt_tokens, lognormal(response, longest - self.prompt_tokens))
+            return mean_seen(self.sample_tokens, window)
+        return mean_context(self.prompt_tokens, lognormal(response, longest - self.prompt_tokens), window)
 
 
 def microbatches(setting: Setting, work: TrainWork) -> int:
@@ -80,8 +84,10 @@ def gpu_train_seconds(setting: Setting, work: TrainWork, layers: LayerCosts, sta
     count = microbatches(setting, work)
     tokens = work.tokens / (layout.dp * layout.cp * steps)
     per_micro = tokens / count
-    one = _microbatch(setting, work, layers, per_micro)
-    passes = pipeline_seconds(one, Pipeline(_stages(setting, work), work.schedule), count)
+    stages = _stages(setting, work)
+    seen = seen_by(setting, work.seen)
+    one = with_surplus(setting, stages, seen, lambda tokens: _microbatch(setting, work, layers, (per_micro, tokens)))
+    passes = pipeline_seconds(one, Pipeline(stages, work.schedule), count)
     passes = passes * spread(setting, work, tokens * layout.cp) + count * costs.microbatch_seconds
     passes += (count - 1) * states.accumulate
     step = passes + _traffic_seconds(setting, states, one, count, passes) + states.optimizer
@@ -96,9 +102,9 @@ def _stages(setting: Setting, work: TrainWork) -> Stages:
     return stages_of(model, setting.role.head, layout, chunks)
 
 
-def _microbatch(setting: Setting, work: TrainWork, layers: LayerCosts, tokens: float) -> MicroBatch:
-    """Seconds of one micro-batch of `tokens` on each cp rank."""
-    context = work.context
+def _microbatch(setting: Setting, work: TrainWork, layers: LayerCosts, size: tuple[float, float]) -> MicroBatch:
+    """Seconds of one micro-batch. size: tokens on each cp rank, and tokens that each sees."""
+    tokens, context = size
     forward = layer_seconds(layers, tokens, context, work.imbalance) + layers.routing
     gradients = layers.gradients.at(tokens, context) + work.imbalance * layers.expert_gradients.at(tokens, context)
     attention, traffic = layers.attention.at(tokens, context), layers.traffic.at(tokens, context)

@@ -17,8 +17,9 @@ from realgraph.planner.costs.lengths import Floats
 from realgraph.planner.costs.memory.memory import kv_bytes_per_token, served_expert_ranks, trained_expert_ranks
 from realgraph.planner.costs.overhead import collective_seconds, elementwise_bytes_per_s
 from realgraph.planner.costs.setting import Setting
+from realgraph.planner.costs.windows import fewer_windowed, window_of, windowed_share
 from realgraph.planner.inputs.model_spec import ModelSpec
-from realgraph.planner.plan.stages import EMBEDDING_LAYERS, fullest_stage, head_layers, stages_of
+from realgraph.planner.plan.stages import EMBEDDING_LAYERS, fullest_stage, head_layers, stage_loads, stages_of
 
 # Small messages: every rank reads the others' whole buffers once (custom all-reduce kernels of serving engines). Large
 # ones: NCCL's ring; nccl-tests on 8 A100 reach about 105 GB/s at 8 MB, less than half of their best rate.
@@ -49,6 +50,11 @@ class DecodeStep(Struct, frozen=True, eq=False):
     ring: tuple[float, float] = (0.0, 0.0)  # the same another way; the faster one is taken
     stages: int = 1  # of the pipeline
     slowest: float = 1.0  # seconds of the slowest stage over those of the mean one
+    # of each stage, where they have other shares of windowed layers: seconds over those of the mean one, and windowed
+    # layers fewer than at the model's share, of all of them
+    uneven: tuple[tuple[float, float], ...] = ()
+    window: float = math.inf  # tokens that a query sees in windowed layers
+    windowed: float = 0.0  # share of the layers that are
     expert_read: float = 0.0  # seconds to read all the experts of one rank once
     expert_token: float = 0.0  # seconds to multiply one token with them at the full rate
     unchosen: float = 0.0  # logarithm of the probability that one token passes an expert over
@@ -61,16 +67,21 @@ class DecodeStep(Struct, frozen=True, eq=False):
 
         A pipeline has as many groups of sequences on their way as stages, one in each: a step of all of them takes as
         many turns as there are groups, each as long as the slowest stage takes for running / stages sequences, with all
-        its chunks of layers. Of fewer sequences than stages each is a group, and passes all stages.
+        its chunks of layers. Of fewer sequences than stages each is a group, and passes all stages. Of unequal
+        sequences with a mean of `context`, those shorter than a window read less of it: left out.
         """
         rows = np.maximum(running / self.stages, np.minimum(running, 1.0))
         dense = np.maximum(self.dense_read, self.dense_token * (rows + self.half))
-        cached = rows * context * max(self.cache_token, self.attended)
+        hidden = rows * np.maximum(0.0, context - self.window) * max(self.cache_token, self.attended)
+        cached = rows * context * max(self.cache_token, self.attended) - self.windowed * hidden
         reduced = np.minimum(self.direct[0] + rows * self.direct[1], self.ring[0] + rows * self.ring[1])
         layers: Floats = dense + cached + reduced + rows * self.sequence
         if self.experts:
             layers = layers + self._experts(rows)
-        return np.asarray(self.slowest * layers + self.fixed)
+        slowest = self.slowest * layers
+        if self.uneven:
+            slowest = np.max([ratio * layers + fewer * hidden for ratio, fewer in self.uneven], axis=0)
+        return np.asarray(slowest + self.fixed)
 
     def seconds(self, running: float, context: float) -> float:
         """The same of single numbers."""
@@ -115,6 +126,9 @@ def decode_step(setting: Setting) -> DecodeStep:
         ring=ring,
         stages=layout.pp,
         slowest=slowest,
+        uneven=uneven_stages(setting),
+        window=window_of(setting),
+        windowed=windowed_share(model),
         expert_read=weight
         * experts
         * routed
@@ -211,6 +225,18 @@ def slowest_stage(setting: Setting) -> float:
         return 1.0
     ends = EMBEDDING_LAYERS, head_layers(model, head)
     return pp * fullest_stage(stages_of(model, head, setting.layout), ends) / (model.layers + sum(ends))
+
+
+def uneven_stages(setting: Setting) -> tuple[tuple[float, float], ...]:
+    """Seconds of each stage over those of the mean one, were all layers alike; and windowed layers that it has fewer
+    than at the model's share, over the mean stage's layers. () where stages are alike."""
+    model, head, pp = setting.model, setting.role.head, setting.layout.pp
+    stages = stages_of(model, head, setting.layout)
+    fewer = fewer_windowed(model, stages) if pp > 1 and window_of(setting) < math.inf else ()
+    ends = EMBEDDING_LAYERS, head_layers(model, head)
+    mean = (model.layers + sum(ends)) / pp
+    loads = stage_loads(stages, ends) if fewer else []
+    return tuple((load / mean, less / mean) for load, less in zip(loads, fewer, strict=True))
 
 
 def _handover_seconds(setting: Setting) -> float:

@@ -10,12 +10,13 @@ from msgspec.structs import replace
 from realgraph.planner.costs.backend import Backend
 from realgraph.planner.costs.compute.forward import forward_seconds
 from realgraph.planner.costs.generate.decode import decode_seconds as decode_seconds
-from realgraph.planner.costs.generate.decode import decode_step, slowest_stage
+from realgraph.planner.costs.generate.decode import decode_step, slowest_stage, uneven_stages
 from realgraph.planner.costs.generate.occupancy import Occupancy, occupancy
 from realgraph.planner.costs.lengths import Lengths, lengths_of
 from realgraph.planner.costs.memory.terms import PREFILL_TOKENS
 from realgraph.planner.costs.overhead import pass_layer_seconds, rollout_dispatch_seconds
 from realgraph.planner.costs.setting import Setting
+from realgraph.planner.costs.windows import mean_seen, seen_by
 
 # Switches of these kinds' servers add up inside the network (NCCL's NVLS algorithm, NCCL 2.17 release notes).
 REDUCING_SWITCHES = ("H100-SXM", "H200", "H800", "H20", "B200", "GB200", "B300", "GB300")
@@ -63,8 +64,14 @@ def prefill_seconds(setting: Setting, tokens: float, prompt: float) -> float:
     headless = replace(setting.role, head="value")
     engine = replace(setting, role=headless, cluster=replace(setting.cluster, flops=flops), backend=_serving(setting))
     count = max(1.0, tokens / PREFILL_TOKENS)
-    one = forward_seconds(engine, tokens / count, prompt / 2)
-    return one * (slowest_stage(setting) * count + setting.layout.pp - 1) / setting.layout.pp
+    seen = seen_by(engine, lambda window: mean_seen(prompt, window))
+    one, slowest = forward_seconds(engine, tokens / count, seen.mean), slowest_stage(setting)
+    if uneven := uneven_stages(setting):
+        hidden = forward_seconds(engine, tokens / count, seen.full) - forward_seconds(
+            engine, tokens / count, seen.windowed
+        )
+        slowest = max(ratio + fewer * hidden / one for ratio, fewer in uneven)
+    return one * (slowest * count + setting.layout.pp - 1) / setting.layout.pp
 
 
 @lru_cache(maxsize=64)
