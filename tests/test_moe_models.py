@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from realgraph.graphs.errors import ConfigError, Where
@@ -29,6 +28,7 @@ from realgraph.runtime.parallel.experts.block import SparseBlock
 from realgraph.runtime.parallel.experts.routing import RoutingRecord, choose, load_balance, load_metrics, record_of
 from realgraph.runtime.parallel.groups import Ranks
 from tests import tiny
+from tests.against_transformers import assert_alike
 from tests.equivalence.training import keep_norms_exact
 from tests.rollouts import requests, run
 
@@ -76,25 +76,7 @@ def ours_of(folder: Path) -> PackedModel:
 
 
 def test_logprobs_and_gradients_equal_transformers_in_float64(folder: Path) -> None:
-    model, reference, batch = ours_of(folder), reference_of(folder), tiny.batch(LENGTHS)
-    found = model.run(batch, Wants()).logprobs
-    assert found is not None
-    expected = []
-    for tokens in torch.split(batch.tokens, LENGTHS):
-        distribution = reference(tokens[None]).logits[0].log_softmax(-1)[:-1]
-        expected += [distribution.new_zeros(1), distribution.gather(-1, tokens[1:, None])[:, 0]]
-    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-11, atol=1e-11)
-    weights = torch.randn(len(found), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    torch.autograd.backward((found * weights).sum())
-    torch.autograd.backward((torch.cat(expected) * weights).sum())
-    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in reference.named_parameters()}
-    by_file = revert_weight_conversion(reference, grads)
-    named = dict(model.network.named_parameters())
-    assert named.keys() == by_file.keys()
-    for name, parameter in named.items():
-        assert parameter.grad is not None, name
-        scale = float(by_file[name].abs().max())
-        torch.testing.assert_close(parameter.grad, by_file[name], rtol=1e-10, atol=1e-10 * scale + 1e-14, msg=name)
+    assert_alike(ours_of(folder), reference_of(folder), LENGTHS, 1e-10)
 
 
 def test_the_planner_counts_the_parameters_that_there_are(folder: Path) -> None:

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 
@@ -22,11 +21,11 @@ from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.engine import TrainSettings
 from realgraph.runtime.models.building import Start, build
 from realgraph.runtime.models.fixed import fixed_parts
-from realgraph.runtime.models.models import Wants
 from realgraph.runtime.parallel.experts.routers import GroupedRouter, GroupLimit, Router
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.train.engine import open_engine
 from tests import tiny
+from tests.against_transformers import assert_alike
 from tests.engines import call
 from tests.equivalence.training import keep_norms_exact
 
@@ -65,25 +64,7 @@ def test_logprobs_and_gradients_equal_transformers_in_float64(folder: Path) -> N
     for network in (model, reference):
         keep_norms_exact(network)
     limit = 1e-10 if model.config.model_type == "gpt_oss" else 1e-5
-    batch = tiny.batch(LENGTHS)
-    found = model.run(batch, Wants()).logprobs
-    assert found is not None
-    expected = []
-    for tokens in torch.split(batch.tokens, LENGTHS):
-        distribution = reference(tokens[None]).logits[0].log_softmax(-1)[:-1]
-        expected += [distribution.new_zeros(1), distribution.gather(-1, tokens[1:, None])[:, 0]]
-    torch.testing.assert_close(found, torch.cat(expected), rtol=limit, atol=limit)
-    weights = torch.randn(len(found), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    torch.autograd.backward((found * weights).sum())
-    torch.autograd.backward((torch.cat(expected) * weights).sum())
-    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in reference.named_parameters()}
-    by_file = revert_weight_conversion(reference, grads)
-    named = dict(model.network.named_parameters())
-    assert named.keys() == by_file.keys()
-    for name, parameter in named.items():
-        assert parameter.grad is not None, name
-        scale = float(by_file[name].abs().max())
-        torch.testing.assert_close(parameter.grad, by_file[name], rtol=limit, atol=limit * scale + 1e-14, msg=name)
+    assert_alike(model, reference, LENGTHS, limit)
 
 
 def test_the_planner_counts_the_parameters_that_there_are(folder: Path) -> None:
