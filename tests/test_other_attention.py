@@ -21,8 +21,10 @@ from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.engine import TrainSettings
 from realgraph.runtime.models.building import Start, build
 from realgraph.runtime.models.fixed import fixed_parts
+from realgraph.runtime.models.weights import weight_specs
 from realgraph.runtime.parallel.experts.routers import GroupedRouter, GroupLimit, Router
 from realgraph.runtime.parallel.groups import LayoutRanks
+from realgraph.runtime.rollout.weights.staged import checkpoint_parts
 from realgraph.runtime.train.engine import open_engine
 from tests import tiny
 from tests.against_transformers import assert_alike
@@ -127,6 +129,14 @@ def test_what_no_step_changes_keeps_its_float32_through_training_and_checkpoints
     assert {tensor.dtype for name, tensor in saved.items() if name != BIAS} == {torch.bfloat16}
     again: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(again.model.layers[1].mlp.gate.e_score_correction_bias, stored)
+
+
+def test_servers_get_what_steps_change(latent: Path) -> None:
+    """From a checkpoint, whose biases a server has read at its start."""
+    network = build(ModelRole(), str(latent), Start(CPU)).network
+    sent = {part.name for part in checkpoint_parts(latent, weight_specs(network))}
+    assert sent == {name for name, _ in network.named_parameters()}
+    assert BIAS in load_file(latent / "model.safetensors")
 
 
 def test_layers_that_predict_further_tokens_are_left_aside_and_a_missing_bias_is_named(
