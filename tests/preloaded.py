@@ -9,7 +9,7 @@ from multiprocessing.context import ForkServerContext
 
 from tests.forked import LAST_PRELOADED
 
-_KINDS = ("qwen3", "llama", "gemma2", "qwen2", "gemma3", "mistral", "qwen3_moe", "mixtral")
+_KINDS = ("qwen3", "llama", "gemma2", "qwen2", "gemma3", "mistral", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 _NETWORKS = tuple(f"transformers.models.{kind}.modeling_{kind}" for kind in _KINDS)
 PRELOAD = (
     "torch",

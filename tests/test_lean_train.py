@@ -109,7 +109,7 @@ def test_the_walk_reads_the_newest_weights(monkeypatch: Patch, tmp_path: Path) -
 
 def test_what_the_walk_does_not_know_takes_its_own_forward() -> None:
     for kind in tiny.KINDS:
-        assert lean_trains(tiny.network(kind)) == ("gemma" not in kind and kind not in ("qwen3_moe", "mixtral"))
+        assert lean_trains(tiny.network(kind)) == ("gemma" not in kind and kind not in tiny.MIXTURES)
     assert not lean_trains(tiny.network("llama", hidden_act="gelu"))
     assert not lean_trains(tiny.network("llama").double())
     network = tiny.network("llama")

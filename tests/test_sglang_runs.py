@@ -111,7 +111,7 @@ def test_weights_are_broadcast_to_all_servers_and_one_dies_in_it(home: Path, tmp
     steps = run.records()
     assert [step["step"] for step in steps] == list(range(8))
     gaps = [value for step in steps for key, value in step["metrics"].items() if key.endswith("update_gap")]
-    assert len(gaps) >= 7 and max(gaps) < 1e-3
+    assert len(gaps) >= 5 and max(gaps) < 1e-3  # of 7 updates; how many have probes depends on when the server dies
     served_logs = [(run.folder / "logs" / f"sglang-{i}.log").read_text() for i in range(2)]
     assert sum(text.count("fired up") for text in served_logs) >= 3  # a busy machine may give up one more
     assert logs(run.folder).count("no broadcast") == 1
