@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from realgraph.runtime.attention.attention import PartOfRow, ScoreShape, attend
 from realgraph.runtime.attention.segments import Segments
 from realgraph.runtime.cpu.decode import Layer, Norm, decoder_layer, lean_applies
-from realgraph.runtime.parallel.sharding import computes_in_own_dtype
 
 
 def lean_trains(network: Any) -> bool:
@@ -28,12 +27,17 @@ def lean_trains(network: Any) -> bool:
     layers and computes in their own dtype. Not where some products are kept and others computed again in the backward
     pass, which names operations that the walk does not use."""
     selective = getattr(network, "recomputed", "none") == "selective"
-    sharded = {m for m in network.modules() if isinstance(m, FSDPModule) and computes_in_own_dtype(m)}
+    sharded = {m for m in network.modules() if isinstance(m, FSDPModule) and _computes_in_own_dtype(m)}
     return (
         lean_applies(network, frozenset(cast(set[nn.Module], sharded)))
         and network.config.hidden_act == "silu"
         and not selective
     )
+
+
+def _computes_in_own_dtype(part: FSDPModule) -> bool:
+    """True where the gathered parameters have the dtype of the sharded ones."""
+    return part._get_fsdp_state()._mp_policy.param_dtype is None
 
 
 # of a model: its last layers, and the residual stream [T, hidden] before them

@@ -38,11 +38,6 @@ def shard(
             sharded.set_custom_reduce_scatter(_GradientScatter(ranks.memory))
 
 
-def computes_in_own_dtype(part: FSDPModule) -> bool:
-    """True where the gathered parameters have the dtype of the sharded ones."""
-    return part._get_fsdp_state()._mp_policy.param_dtype is None
-
-
 class _ShardGather(AllGather):
     """FSDP2's all-gather through shared memory."""
 
