@@ -77,7 +77,7 @@ def packed_attention(
 
 
 class ScoreShape(NamedTuple):
-    """The scores of a layer. window: tokens that a query sees, the own included. softcap: see `_softmaxed`. sinks:
+    """The scores of a layer. window: tokens that a query sees, the own included. softcap: see `capped_scores`. sinks:
     [heads], see `softmax_beside`."""
 
     window: int | None = None
@@ -175,13 +175,16 @@ def softmax_beside(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat([scores, column], -1).softmax(-1, dtype=wide)[..., :-1]
 
 
+def capped_scores(query: Tensor, key: Tensor, scaling: float, cap: float | None) -> Tensor:
+    """[..., q, k]: scores of queries and keys; with a soft cap they are cap x tanh(score / cap) (Gemma 2, arXiv:
+    2408.00118, sec. 2)."""
+    scores = query @ key.mT * (scaling if cap is None else scaling / cap)
+    return scores if cap is None else torch.tanh(scores) * cap
+
+
 def _softmaxed(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scaling: float, shape: ScoreShape) -> Tensor:
-    """Attention by explicit scores: with a soft cap they are cap x tanh(score / cap) (Gemma 2, arXiv:2408.00118,
-    sec. 2)."""
-    cap = shape.softcap
-    scores = query @ key.transpose(2, 3) * (scaling if cap is None else scaling / cap)
-    if cap is not None:
-        scores = torch.tanh(scores) * cap
+    """Attention by explicit scores."""
+    scores = capped_scores(query, key, scaling, shape.softcap)
     weights = softmax_beside(scores.masked_fill(~seen, float("-inf")), shape.sinks)
     return weights.to(query.dtype) @ value
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from realgraph.runtime.attention.attention import softmax_beside
+from realgraph.runtime.attention.attention import capped_scores, softmax_beside
 from realgraph.runtime.attention.kv_cache import KVCache
 from realgraph.runtime.attention.pages import PAGE_TOKENS, pages_for
 
@@ -76,14 +76,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, head: Head) 
 
 
 def _by_scores(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, head: Head) -> Tensor:
-    """`attend` by a matrix of scores. With a soft cap they are cap x tanh(score / cap) before the mask (Gemma 2,
-    arXiv:2408.00118, sec. 2)."""
-    cap, shape = head.softcap, query.shape[:-1]
+    """`attend` by a matrix of scores."""
+    shape = query.shape[:-1]
     if one := key.shape[1] == 1:  # all heads' queries are rows of one product
         query = query.flatten(1, 2)[:, None]
-    scores = (query @ key.mT * (head.scale if cap is None else head.scale / cap)).view(*shape, -1)
-    if cap is not None:
-        scores = torch.tanh(scores) * cap
+    scores = capped_scores(query, key, head.scale, head.softcap).view(*shape, -1)
     weights = softmax_beside(scores + mask, head.sinks).to(query.dtype)
     return ((weights.flatten(1, 2)[:, None] if one else weights) @ value).view(*shape, -1)
 
