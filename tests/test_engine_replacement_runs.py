@@ -15,6 +15,7 @@ from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.master.event_log import Replay
 from realgraph.runtime.master.status import RunStatus, read_status
 from realgraph.runtime.wire.protocol import Done, Generated, Reallocate, Submit
+from tests.host_runs import Hosts
 from tests.runs import Running, home, merged, records, start, write_run
 from tests.test_engine_loss_runs import RUN, SLOW, lose_engine
 
@@ -141,3 +142,32 @@ def assert_used(folder: Path) -> None:
     assert n_updates >= 12
     assert n_made > 20
     replay_events_command(folder, 3)
+
+
+def test_an_engine_on_another_host_is_replaced_while_that_host_is_there(home: Path) -> None:
+    """That host does not see the run directory, so the new process's log stays there, too."""
+    (home / "slow.py").write_text(SLOW)
+    engines = {"rollout": {"first": 1, "devices": 2, "dp": 2}, "train": {"first": 0, "devices": 1}}
+    parts = merged(REPLACED, {"allocation": engines, "cluster": {"nodes": 3, "devices": 1}})
+    hosts = Hosts(home, parts, names="abc", apart="bc")
+    running = hosts.running
+    try:
+        hosts.at_step(3)
+        before = running.workers()[2]
+        lose_engine(home, running, "run", 2)
+        until_replaced(running, 1)
+        running.until_step(len(records(home / "run")) + 5)
+        assert running.workers()[2] != before
+        (name,) = (name for name, one in hosts.agents.items() if "starting worker 2 again" in one.output())
+        assert records(home / "run")[-1]["metrics"]["rollout/engines"] == 2.0
+        os.kill(hosts.agents[name].pid, signal.SIGKILL)
+        running.until(lambda: f"worker 2 stays empty: host {name}" in running.output(), "the loss of its host")
+        running.until_step(len(records(home / "run")) + 3)
+        assert records(home / "run")[-1]["metrics"]["rollout/engines"] == 1.0
+        running.interrupt()
+        hosts.ends(130)
+    finally:
+        hosts.close()
+    assert judge_run(home / "run").problems == ()
+    gaps = [record["metrics"].get("train/update_gap", 0.0) for record in records(home / "run")]
+    assert max(gaps) < 1e-3

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.runtime.hosts.facts import other_files, own_facts
 from realgraph.runtime.hosts.host_logs import RELAYED_LINES, own_logs
@@ -33,6 +35,7 @@ from realgraph.runtime.hosts.messages import (
     MasterBeat,
     MasterMessage,
     Refuse,
+    RestartWorker,
     StacksDumped,
     WorkerEnded,
     decode_from_master,
@@ -40,7 +43,7 @@ from realgraph.runtime.hosts.messages import (
 )
 from realgraph.runtime.processes.clock import time_limit
 from realgraph.runtime.processes.interrupts import Interrupted, Interrupts, unless
-from realgraph.runtime.processes.launcher import Fleet, Launcher, LaunchError, WorkerStacks, describe_exit
+from realgraph.runtime.processes.launcher import Fleet, Launcher, LaunchError, WorkerBoot, WorkerStacks, describe_exit
 from realgraph.runtime.processes.local import LocalLauncher
 from realgraph.runtime.processes.open_files import allow_open_files
 from realgraph.runtime.wire.refusals import UNREADABLE
@@ -76,9 +79,10 @@ class HostAgent:
         self._client, self._address, self._say, self._launcher = client, address, say, launcher
         self._fleet: Fleet | None = None
         self._interface = ""
-        self._own_logs = False  # the workers print to files that the master does not see
+        self._own_logs: Path | None = None  # where the workers print to, of a folder that the master does not see
         self._launching: asyncio.Task[None] | None = None
         self._exits: asyncio.Task[None] | None = None
+        self._n_running = 0  # workers whose ends are still to be told
         self._dumps: set[asyncio.Task[None]] = set()
 
     async def join(self, name: str, interface: str, seconds: float = CONNECT_SECONDS) -> None:
@@ -122,6 +126,8 @@ class HostAgent:
                         await self._send(await asyncio.to_thread(_look, message))
                     case LaunchWorkers():
                         self._launching = asyncio.create_task(self._launch(message))
+                    case RestartWorker(boot=boot):
+                        await self._restart(boot)
                     case MasterBeat():
                         pass
                     case DumpStacks(worker=worker):
@@ -204,11 +210,22 @@ class HostAgent:
         except (LaunchError, ConfigError) as error:
             await self._send(HostFailed(str(error)))
             return
-        self._own_logs = bool(logs)
-        self._fleet = fleet
+        self._own_logs = Path(logs) if logs else None
+        self._fleet, self._n_running = fleet, len(boots)
         self._exits = asyncio.create_task(self._report_exits(fleet))
         await self._send(HostStarted(logs))
         self._say(f"workers {workers} run; this host ends with the run")
+
+    async def _restart(self, boot: WorkerBoot) -> None:
+        if self._fleet is None:
+            return  # the host ends
+        self._say(f"starting worker {boot.worker} again")
+        if self._own_logs is not None:
+            boot = replace(boot, log=str(self._own_logs / Path(boot.log).name))
+        await self._fleet.restart(boot)
+        self._n_running += 1
+        if self._exits is None or self._exits.done():
+            self._exits = asyncio.create_task(self._report_exits(self._fleet))
 
     async def _dump_stacks(self, worker: int) -> None:
         stacks = WorkerStacks(worker, missing="it has not been started")
@@ -217,11 +234,12 @@ class HostAgent:
         await self._send(StacksDumped(stacks))
 
     async def _report_exits(self, fleet: Fleet) -> None:
-        for _ in fleet.workers:
+        while self._n_running:
             worker, status = await fleet.wait_exit()
+            self._n_running -= 1
             if status:
                 self._say(f"worker {worker} {describe_exit(status)}")
-            told = status != 0 or self._own_logs
+            told = status != 0 or self._own_logs is not None
             await self._send(WorkerEnded(worker, status, fleet.last_lines(worker, RELAYED_LINES) if told else ""))
 
     async def _send(self, message: AgentMessage) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from realgraph.runtime.files.server import FileServer
 from realgraph.runtime.hosts.host_logs import add_lines, tell_place
 from realgraph.runtime.hosts.hub import Hub
@@ -27,6 +29,7 @@ from realgraph.runtime.hosts.messages import (
     MasterBeat,
     MasterMessage,
     Refuse,
+    RestartWorker,
     StacksDumped,
     WorkerEnded,
 )
@@ -177,11 +180,15 @@ class HostsFleet:
         if worker in self._running:
             await self.tell(self._host_of[worker], KillWorker(worker))
 
-    restarts = False  # hosts start their workers together
-
     async def restart(self, boot: WorkerBoot) -> None:
-        """See Fleet. Raises LaunchError."""
-        raise LaunchError(f"worker {boot.worker} can't be started anew: hosts start their workers together")
+        """See Fleet. Raises LaunchError where its host has left the run."""
+        worker, host = boot.worker, self._host_of[boot.worker]
+        assert worker not in self._running, f"worker {worker} has not ended"
+        self._boots[worker] = replace(self._boots[worker], keys=boot.keys)
+        self._lines.pop(worker, None)
+        if host.ended or not await self.tell(host, RestartWorker(self._boots[worker])):
+            raise LaunchError(f"{self.host_of(worker)} is gone")
+        self._running.add(worker)
 
     async def terminate(self, grace_seconds: float = 5.0, *, again: bool = False) -> None:
         """See Fleet. An agent that can't be reached ends its workers by itself once it has missed the master for

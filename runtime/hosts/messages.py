@@ -117,6 +117,12 @@ class LaunchWorkers(_HostMessage, frozen=True):
     deadline_seconds: float
 
 
+class RestartWorker(_HostMessage, frozen=True):
+    """Start a new process for a worker of this host that has ended. Its end is told as that of any other."""
+
+    boot: WorkerBoot
+
+
 class MasterBeat(_HostMessage, frozen=True):
     """The master lives, and sees by sending this if the agent is still connected."""
 
@@ -142,7 +148,7 @@ class EndHost(_HostMessage, frozen=True):
     again_seconds: float = 0.0
 
 
-MasterMessage = Refuse | Look | LaunchWorkers | MasterBeat | DumpStacks | KillWorker | EndHost
+MasterMessage = Refuse | Look | LaunchWorkers | RestartWorker | MasterBeat | DumpStacks | KillWorker | EndHost
 
 encode = Encoder().encode
 decode_from_agent: Decoder[AgentMessage] = Decoder(AgentMessage)

@@ -89,14 +89,9 @@ class Fleet(Protocol):
         """End one worker at once, with all that it started; nothing happens where it has ended."""
         ...
 
-    @property
-    def restarts(self) -> bool:
-        """True where a worker that has ended can be started anew."""
-        ...
-
     async def restart(self, boot: WorkerBoot) -> None:
         """Start a new process for a worker that has ended, on the same host. Its end is told as that of any other, also
-        where it could not begin."""
+        where it could not begin. Raises LaunchError where that host is gone."""
         ...
 
     async def terminate(self, grace_seconds: float = 5.0, *, again: bool = False) -> None:

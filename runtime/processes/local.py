@@ -224,8 +224,6 @@ class LocalFleet:
         if worker in self._running:
             await self._ask(processes.Signal(worker, signal.SIGKILL))
 
-    restarts = True
-
     async def restart(self, boot: WorkerBoot) -> None:
         """See Fleet."""
         worker = boot.worker

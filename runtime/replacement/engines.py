@@ -15,7 +15,7 @@ from realgraph.planner.request.engine_support import SGLANG_KIND
 from realgraph.runtime.commands.actions import EngineJoined
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.processes.clock import time_limit
-from realgraph.runtime.processes.launcher import Fleet, WorkerBoot
+from realgraph.runtime.processes.launcher import Fleet, LaunchError, WorkerBoot
 from realgraph.runtime.wire.curve import make_keys
 from realgraph.runtime.wire.protocol import Configure, Failed, Hello, Meet, Peer, Ready
 from realgraph.runtime.wire.sockets import TransportError
@@ -48,7 +48,7 @@ class EngineReplacements:
     def __init__(self, job: Job, workers: RunWorkers, joined: Callable[[EngineJoined], None], note: Note) -> None:
         self._job, self._joined, self._note = job, joined, note
         self._fleet, self._socket, self._boots, self._peers = workers
-        self.possible = self._fleet.restarts and job.rollout.engine != SGLANG_KIND
+        self.possible = job.rollout.engine != SGLANG_KIND
         self.n_started = 0
         self.replacing: set[int] = set()  # workers whose processes end and begin by our doing
         self._processes: Counter[int] = Counter()  # that were started in the place of each worker
@@ -88,6 +88,11 @@ class EngineReplacements:
                 self._processes[worker] += 1
                 try:
                     await self._started(worker)
+                except LaunchError as error:
+                    self.n_started -= 1
+                    self.replacing.remove(worker)
+                    self._note(f"the place of worker {worker} stays empty: {error}", "warning")
+                    return
                 except NotReady as error:
                     self._note(f"the new process in the place of worker {worker} is not ready: {error}", "warning")
                     await asyncio.sleep(PAUSE_SECONDS)
@@ -102,7 +107,7 @@ class EngineReplacements:
 
     async def _started(self, worker: int) -> None:
         """Start a process for a worker that is gone, and return when it is ready and all others know it. Raises
-        NotReady, with nothing of it left running."""
+        NotReady, with nothing of it left running; LaunchError where its host is gone."""
         self._heard[worker] = asyncio.Queue()
         try:
             async with time_limit(self._job.runtime.start_seconds):
