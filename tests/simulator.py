@@ -19,6 +19,7 @@ from realgraph.runtime.commands.actions import (
     Tick,
     WorkerLost,
 )
+from realgraph.runtime.job.engine_loss import expendable_engines
 from realgraph.runtime.job.sample_ids import group_of
 from realgraph.runtime.scheduler.scheduler import Scheduler
 from realgraph.runtime.scheduler.transitions import GroupState
@@ -208,23 +209,25 @@ class Simulator(SimulatedRollouts):
                 self.stand_still(number, seconds)
 
     def lose(self, number: int, reason: str = "was killed") -> None:
-        """A worker is gone with all that it has, and the Scheduler is told."""
-        worker = self.workers[number]
-        self.contract.gone.add(number)
-        self.lose_answers(number)
-        self.orphans |= worker.groups()
-        gone = worker.groups() | {group for _, group in worker.making}
-        self.submitted = {(call, group) for call, group in self.submitted if group not in gone}
-        worker.store.clear()
-        worker.making.clear()
-        worker.kept.clear()
+        """A worker and the others of its engine are gone with all that they have, and the Scheduler is told."""
+        engine = self.engine_of(number)
+        self.contract.gone.update(engine)
+        for one in engine:
+            worker = self.workers[one]
+            self.lose_answers(one)
+            self.orphans |= worker.groups()
+            gone = worker.groups() | {group for _, group in worker.making}
+            self.submitted = {(call, group) for call, group in self.submitted if group not in gone}
+            worker.store.clear()
+            worker.making.clear()
+            worker.kept.clear()
         ledger = self.scheduler._ledger
-        keepers = {one.id: one.keeper for one in ledger.live.values() if one.owner == number}
+        keepers = {one.id: one.keeper for one in ledger.live.values() if one.owner in engine}
         devices = self.scheduler._devices
-        others = set(devices.engines.heads) - devices.engines.resting - {number}
+        others = set(devices.engines.heads) - devices.engines.resting - set(engine)
         able = {one: devices.generator_version(one) for one in others}
-        unbatched = {one.id: one.age_version for one in ledger.unbatched(number)}
-        self.evaluating.discard(number)
+        unbatched = {group.id: group.age_version for one in engine for group in ledger.unbatched(one)}
+        self.evaluating.difference_update(engine)
         self.feed(WorkerLost(number, reason))
         live = ledger.live
         for group, keeper in keepers.items() if self.halt is None else ():
@@ -233,9 +236,17 @@ class Simulator(SimulatedRollouts):
         self.batched -= {group for group in live if live[group].state is not GroupState.BATCHED}
 
     def join(self, number: int) -> None:
-        """A new process stands for a worker that is gone: it has nothing but the weights that a run begins with."""
-        self.contract.join(number)
-        self.feed(EngineJoined(number, self.contract.joined[number]))
+        """New processes stand for the engine of a worker that is gone: they have nothing but the weights that a run
+        begins with."""
+        engine = self.engine_of(number)
+        for one in engine:
+            self.contract.join(one)
+        self.feed(EngineJoined(engine, self.contract.joined[number]))
+
+    def engine_of(self, number: int) -> tuple[int, ...]:
+        """All workers of an engine that the run may lose, by one of them; any other worker is by itself."""
+        engines = expendable_engines(self.graph, self.job.plan)
+        return next((engine for engine in engines if number in engine), (number,))
 
     @property
     def trains_of_generator(self) -> int:

@@ -2,11 +2,15 @@
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from realgraph.planner.plan.axes import coordinates_of, session_layout
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.commands.actions import Checkpointed, EngineLost, EvalEnded
-from realgraph.runtime.job.engine_loss import expendable_workers, replacement_mistake
+from realgraph.runtime.job.engine_loss import expendable_engines, expendable_workers
 from realgraph.runtime.scheduler.scheduler import Scheduler
 from tests.generating import generating_graph
 from tests.resumed_runs import groups_of_steps
@@ -17,10 +21,10 @@ from tests.simulator import Simulator
 N_ENGINES = 4
 
 
-def shape_of(rng: random.Random) -> Shape:
-    """Any run with engines of its own."""
+def shape_of(rng: random.Random, tp: int = 1) -> Shape:
+    """Any run with engines of its own, each of so many workers."""
     shape = random_shape(rng)
-    shape.algorithm, shape.n_workers, shape.split, shape.tp = "grpo", 2 * N_ENGINES, True, 1
+    shape.algorithm, shape.n_workers, shape.split, shape.tp = "grpo", 2 * N_ENGINES * tp, True, tp
     shape.staleness, shape.spare, shape.steps = rng.choice([1, 2, 4]), 0, 8
     shape.interrupt = rng.choice(["recompute", "keep_kv", "wait"])
     return shape
@@ -31,13 +35,13 @@ def test_engines_die_at_random_moments_and_no_group_is_lost_or_trained_twice() -
     n_survived, n_ended, n_moved = 0, 0, 0
     for seed in range(120):
         rng = random.Random(seed)
-        shape = shape_of(rng)
+        shape = shape_of(rng, tp=2 if seed % 3 == 2 else 1)
         simulator = Simulator(shape, rng)
-        assert expendable_workers(simulator.graph, simulator.job.plan) == set(range(N_ENGINES))
+        assert expendable_workers(simulator.graph, simulator.job.plan) == set(range(N_ENGINES * shape.tp))
         for engine in rng.sample(range(N_ENGINES), rng.randint(1, N_ENGINES - 1)):
             simulator.run(simulator.n_events + rng.randint(1, 60))
             if simulator.halt is None:
-                simulator.lose(engine)
+                simulator.lose(engine * shape.tp + rng.randrange(shape.tp))
         simulator.run()
         assert simulator.halt is not None
         lost = [action for action in simulator.actions if isinstance(action, EngineLost)]
@@ -112,7 +116,6 @@ def test_only_engines_with_nothing_else_to_do_are_expendable() -> None:
     for shape in (
         Shape(n_workers=4, staleness=1),
         Shape(n_workers=4, split=True),
-        Shape(n_workers=4, split=True, tp=2, staleness=1),
         Shape(n_workers=4, split=True, staleness=1, algorithm="ppo"),
         Shape(n_workers=4, split=True, staleness=1, algorithm="distill"),
         Shape(n_workers=4, staleness=1, algorithm="sft"),
@@ -122,15 +125,29 @@ def test_only_engines_with_nothing_else_to_do_are_expendable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "text"),
+    ("layout", "engines"),
     [
-        (Shape(n_workers=4, split=True, staleness=1), None),
-        (Shape(n_workers=4, split=True, tp=2), None),
-        (Shape(n_workers=4, split=True, tp=2, staleness=1), "an engine of 'rollout' has 2 workers"),
+        ({"dp": 4}, [(0,), (1,), (2,), (3,)]),
+        ({"dp": 2, "tp": 2}, [(0, 1), (2, 3)]),
+        ({"dp": 2, "pp": 2}, [(0, 2), (1, 3)]),
+        ({"dp": 4, "ep": 2}, [(0, 1), (2, 3)]),
+        ({"tp": 2, "pp": 2}, [(0, 1, 2, 3)]),
     ],
-    ids=["one worker", "synchronous", "two workers"],
 )
-def test_an_engine_of_several_workers_cannot_be_replaced(shape: Shape, text: str | None) -> None:
-    graph = graph_of(shape)
-    mistake = replacement_mistake(graph, plan_of(shape, graph))
-    assert mistake is None if text is None else mistake is not None and mistake[0].startswith(text), mistake
+def test_an_engine_is_all_workers_that_generate_together(
+    layout: dict[str, Any], engines: list[tuple[int, ...]]
+) -> None:
+    """By itself it is a layout of as many workers, cut alike."""
+    graph = graph_of(shape := Shape(n_workers=8, split=True, staleness=1))
+    plan = plan_of(shape, graph)
+    cut = Layout(DeviceMesh(0, 4), **layout)
+    rollout = replace(plan.allocations["rollout"], layout=cut)
+    found = expendable_engines(graph, replace(plan, allocations={**plan.allocations, "rollout": rollout}))
+    assert list(found) == engines
+    alone = session_layout(cut)
+    assert alone.mesh == DeviceMesh(0, len(engines[0]))
+    assert (alone.tp, alone.pp, alone.ep) == (cut.tp, cut.pp, cut.ep)
+    for engine in engines:
+        for rank, worker in enumerate(engine):
+            inside, outside = coordinates_of(alone, rank), coordinates_of(cut, worker)
+            assert (inside.pp, inside.tp, inside.dp) == (outside.pp, outside.tp, outside.dp % alone.dp)

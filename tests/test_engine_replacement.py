@@ -23,8 +23,8 @@ def lose_and_join(simulator: Simulator, rng: random.Random, n_times: int) -> int
         if simulator.halt is not None:
             break
         gone = sorted(simulator.contract.gone)
-        left = [engine for engine in range(N_ENGINES) if engine not in gone]
-        if gone and (len(left) == 1 or rng.random() < 0.6):
+        left = [worker for worker in range(N_ENGINES * simulator.shape.tp) if worker not in gone]
+        if gone and (len(left) == simulator.shape.tp or rng.random() < 0.6):
             simulator.join(rng.choice(gone))
             n_joined += 1
         else:
@@ -38,7 +38,7 @@ def test_engines_come_back_at_random_moments_and_no_group_is_lost_or_trained_twi
     n_joined = n_whole = n_moved = n_used = 0
     for seed in range(160):
         rng = random.Random(seed)
-        shape = shape_of(rng)
+        shape = shape_of(rng, tp=2 if seed % 3 == 2 else 1)
         simulator = Simulator(shape, rng)
         n_joined += lose_and_join(simulator, rng, rng.randint(2, 12))
         simulator.run()
@@ -66,8 +66,8 @@ def given_groups(simulator: Simulator) -> int:
     found, waiting = 0, set[int]()
     for action in simulator.actions:
         match action:
-            case EngineReplaced(worker=worker):
-                waiting.add(worker)
+            case EngineReplaced(workers=(head, *_)):
+                waiting.add(head)
             case Send(worker=worker, command=Submit()) if worker in waiting:
                 waiting.remove(worker)
                 found += 1

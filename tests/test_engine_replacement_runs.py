@@ -2,6 +2,7 @@
 weights."""
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -101,6 +102,36 @@ def test_trainers_that_divide_the_weights_bring_them_together(
     assert max(gaps) < 1e-3
 
 
+@pytest.mark.parametrize(
+    ("cut", "interrupt"),
+    [({"tp": 2}, "recompute"), ({"pp": 2}, "keep_kv"), ({"tp": 2, "pp": 2}, "wait")],
+    ids=["tp", "pp", "tp and pp"],
+)
+def test_an_engine_of_several_workers_is_replaced_whole(home: Path, cut: dict[str, int], interrupt: str) -> None:
+    """Whichever of its workers is killed. At every update the parts of each new process have the
+    checksums of the trainers', or the run ends."""
+    (home / "slow.py").write_text(SLOW)
+    size = cut.get("tp", 1) * cut.get("pp", 1)
+    engines = {"first": 0, "devices": 2 * size, **cut, "dp": 2}
+    allocation = {"rollout": engines, "train": {"first": 2 * size, "devices": 2}}
+    parts = merged(REPLACED, {"cluster": {"devices": 2 * size + 2}, "allocation": allocation})
+    name = f"several-{interrupt}"
+    running = start(home, "run", str(write_run(home, name, parts, {"rollout": {"interrupt": interrupt}})), name=name)
+    running.until_step(2)
+    for n, victim in enumerate((size - 1, 2 * size - 1), 1):
+        lose_engine(home, running, name, victim)
+        until_replaced(running, n)
+        running.until_step(len(records(home / name)) + 4)
+    os.kill(running.pid, signal.SIGINT)
+    assert running.wait() == 130, running.output()
+    assert judge_run(home / name).problems == ()
+    steps = records(home / name)
+    assert {record["metrics"]["rollout/engines"] for record in steps} <= {1.0, 2.0}
+    assert steps[-1]["metrics"]["rollout/engines"] == 2.0
+    assert max(record["metrics"].get("train/update_gap", 0.0) for record in steps) < 1e-3
+    replay_events_command(home / name, 3)
+
+
 def statuses(folder: Path) -> tuple[RunStatus, list[str]]:
     """The status that a run which lives has written last, and how that is shown."""
     status = read_status(RunFolder(folder).status)
@@ -110,7 +141,9 @@ def statuses(folder: Path) -> tuple[RunStatus, list[str]]:
 
 def until_replaced(running: Running, n: int) -> None:
     """So many new processes are ready."""
-    running.until(lambda: running.output().count("has taken the place of worker") == n, "the new process")
+    running.until(
+        lambda: len(re.findall("ha(s|ve) taken the place of worker", running.output())) == n, "the new process"
+    )
 
 
 def assert_used(folder: Path) -> None:
@@ -120,9 +153,9 @@ def assert_used(folder: Path) -> None:
     n_updates, n_made, newest = 0, 0, 0
     for replayed in Replay(folder / "events.log").events():
         match replayed.event:
-            case EngineJoined(worker=worker):
-                process[worker] = replayed.event.process
-                version[worker] = 0
+            case EngineJoined(workers=workers, process=number):
+                process |= dict.fromkeys(workers, number)
+                version |= dict.fromkeys(workers, 0)
             case Done(worker=worker, task=task) if task in moved and worker in moved[task].joined:
                 version[worker] = moved[task].version
                 n_updates += 1

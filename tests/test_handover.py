@@ -3,7 +3,7 @@ messages reach the process that they are meant for."""
 
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
 import pytest
@@ -68,16 +68,21 @@ def places(request: pytest.FixtureRequest) -> Iterator[dict[int, Place]]:
 def held() -> Shares:
     """Two trainers, who hold the rows of one weight in halves and all of the others."""
     half = {n: Box((32 * i, 0), (32, 6)) for i, n in enumerate(TRAINERS)}
-    whole = {name: Box((0,) * len(shape), shape) for name, shape in SHAPES.items()}
-    return shares({n: {**whole, "b": half[n]} for n in TRAINERS}, SHAPES)
+    return shares({n: {**WHOLE, "b": half[n]} for n in TRAINERS}, SHAPES)
 
 
 def work(version: int, process: int = 1) -> Reallocate:
     return Reallocate(1, "actor", "rollout", version, TRAINERS, (ENGINE,), {ENGINE: process})
 
 
-def give(places: dict[int, Place], version: int, *, sums: bool = True, but: str = "") -> None:
-    """Both trainers give the weights times the version. but: a weight of which one is not sent whole."""
+WHOLE = {name: Box((0,) * len(shape), shape) for name, shape in SHAPES.items()}
+
+
+def give(
+    places: dict[int, Place], version: int, *, sums: bool = True, but: str = "", wants: Mapping[str, Box] = WHOLE
+) -> None:
+    """Both trainers give the weights times the version. but: a weight of which one is not sent whole. wants: what the
+    engine holds."""
     for number in TRAINERS:
         parts = [
             WeightPart(name, box, version * WEIGHTS[name][box.slices])
@@ -85,13 +90,13 @@ def give(places: dict[int, Place], version: int, *, sums: bool = True, but: str 
             for box in boxes
             if name != but
         ]
-        places[number].handover.give(work(version), parts, SHAPES if sums else None)
+        places[number].handover.give(work(version), parts, {ENGINE: wants}, SHAPES if sums else None)
 
 
 def fetched(places: dict[int, Place], version: int) -> dict[str, torch.Tensor]:
     """All that the engine gets, its checksums compared."""
     came = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in SHAPES.items()}
-    found = places[ENGINE].handover.fetch(work(version), SHAPES, torch.float64, held())
+    found = places[ENGINE].handover.fetch(work(version), SHAPES, torch.float64, held(), WHOLE)
     for part in found.parts:
         came[part.name][part.box.slices] = part.values
     assert found.arrived.near + found.arrived.far == sum(weight.nbytes for weight in WEIGHTS.values())
@@ -99,9 +104,11 @@ def fetched(places: dict[int, Place], version: int) -> dict[str, torch.Tensor]:
     return came
 
 
-def sums_of(weights: dict[str, torch.Tensor]) -> torch.Tensor:
-    parts = [WeightPart(name, Box((0,) * len(shape), shape), weights[name]) for name, shape in SHAPES.items()]
-    return torch.stack([checksum(part, SHAPES[part.name]) for part in parts])
+def sums_of(weights: dict[str, torch.Tensor], wants: Mapping[str, Box] = WHOLE) -> torch.Tensor:
+    """[weights]: the checksums of boxes of them."""
+    parts = [WeightPart(name, box, weights[name][box.slices]) for name, box in wants.items()]
+    sums = {part.name: checksum(part, SHAPES[part.name]) for part in parts}
+    return torch.stack([sums.get(name, torch.tensor(0)) for name in SHAPES])
 
 
 def test_what_is_fetched_is_what_was_given(places: dict[int, Place]) -> None:
@@ -116,9 +123,28 @@ def test_what_is_fetched_is_what_was_given(places: dict[int, Place]) -> None:
         assert not places[number].store.keys()
 
 
+def test_a_worker_of_an_engine_that_is_cut_fetches_what_it_holds(places: dict[int, Place]) -> None:
+    """Rows 20 to 39 of one weight, of which both trainers have some; all of another; nothing of the third."""
+    wants = {"b": Box((20, 0), (20, 6)), "a": WHOLE["a"]}
+    give(places, 2, wants=wants)
+    found = places[ENGINE].handover.fetch(work(2), SHAPES, torch.float64, held(), wants)
+    came = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in SHAPES.items()}
+    n_came = 0
+    for part in found.parts:
+        came[part.name][part.box.slices] = part.values
+        n_came += part.values.numel()
+    assert n_came == 20 * 6 + 7
+    assert all(torch.equal(came[name][box.slices], 2 * WEIGHTS[name][box.slices]) for name, box in wants.items())
+    assert found.arrived.near + found.arrived.far < sum(weight.nbytes for weight in WEIGHTS.values())
+    found.compare(lambda: sums_of(came, wants), ENGINE)
+    came["b"][21, 3] += 1e-9
+    with pytest.raises(WeightsDiffer, match="'b' as it was given"):
+        found.compare(lambda: sums_of(came, wants), ENGINE)
+
+
 def test_a_weight_that_differs_is_named(places: dict[int, Place]) -> None:
     give(places, 1)
-    found = places[ENGINE].handover.fetch(work(1), SHAPES, torch.float64, held())
+    found = places[ENGINE].handover.fetch(work(1), SHAPES, torch.float64, held(), WHOLE)
     wrong = {name: weight.clone() for name, weight in WEIGHTS.items()}
     wrong["c"][1, 2, 0] += 1e-9
     with pytest.raises(WeightsDiffer, match="worker 5 does not have 'c' as it was given"):
@@ -128,12 +154,12 @@ def test_a_weight_that_differs_is_named(places: dict[int, Place]) -> None:
 def test_weights_that_are_not_all_there_are_refused(places: dict[int, Place]) -> None:
     give(places, 1, but="a")
     with pytest.raises(WeightsDiffer, match="have 421 elements, and 414 were given"):
-        places[ENGINE].handover.fetch(work(1), SHAPES, torch.float64, held())
+        places[ENGINE].handover.fetch(work(1), SHAPES, torch.float64, held(), WHOLE)
 
 
 def test_checksums_are_compared_only_where_they_were_given(places: dict[int, Place]) -> None:
     give(places, 1, sums=False)
-    found = places[ENGINE].handover.fetch(work(1), SHAPES, torch.float64, held())
+    found = places[ENGINE].handover.fetch(work(1), SHAPES, torch.float64, held(), WHOLE)
     assert found.sums is None
 
 

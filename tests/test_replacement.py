@@ -41,12 +41,14 @@ async def serve(boot: WorkerBoot, how: list[str]) -> None:
         print("out of memory")
         os._exit(9)
     socket = WorkerSocket(boot.worker, boot.master, boot.keys, boot.master_key)
-    await socket.send(Hello(boot.worker, os.getpid(), peer(boot)))
+    await socket.send(Hello(boot.worker, os.getpid(), peer(boot), f"store {boot.worker}" if boot.rendezvous else ""))
     while not isinstance(command := await socket.receive(), Shutdown):
         match command:
-            case Configure(peers=peers, joined=joined):
+            case Configure(peers=peers, engine=engine, collective=collective):
                 seen = Path(boot.log).with_suffix(".peers")
-                seen.write_text(f"{joined} {' '.join(one.local.removeprefix('process ') for one in peers)}")
+                seen.write_text(
+                    f"{engine} {collective} {' '.join(one.local.removeprefix('process ') for one in peers)}"
+                )
                 if how == ["fails"]:
                     await socket.send(Failed(boot.worker, "", "the model is gone", "start"))
                 elif how != ["hangs"]:
@@ -107,10 +109,11 @@ class Run:
         file = self.folder / f"{worker}.{what}"
         return file.read_text() if file.exists() else ""
 
-    async def lose(self, worker: int) -> None:
-        os.kill(self.fleet.handles[worker].pid, signal.SIGKILL)
+    async def lose(self, *engine: int) -> None:
+        """The first worker of an engine is killed; what is left of it is the master's to end."""
+        os.kill(self.fleet.handles[engine[0]].pid, signal.SIGKILL)
         await self.fleet.wait_exit()
-        self.replacements.lost(worker)
+        await self.replacements.lost(tuple(sorted(engine)))
 
     async def until(self, holds: Callable[[], bool], seconds: float = 30.0) -> None:
         async with asyncio.timeout(seconds):
@@ -129,14 +132,14 @@ def test_a_new_process_knows_all_and_all_know_it(tmp_path: Path) -> None:
             await its.until(lambda: len(its.joined) == 2)
             await its.lose(0)
             await its.until(lambda: len(its.joined) == 3)
-            assert its.joined == [EngineJoined(0, 1), EngineJoined(1, 1), EngineJoined(0, 2)]
+            assert its.joined == [EngineJoined((0,), 1), EngineJoined((1,), 1), EngineJoined((0,), 2)]
             await its.until(lambda: its.read(2, "met").count("\n") == 3)
             pids = {n: its.fleet.handles[n].pid for n in range(N_WORKERS)}
             lines = [line.split() for line in its.read(2, "met").splitlines()]
             assert [line[:2] for line in lines] == [["0", "1"], ["1", "1"], ["0", "2"]]
             assert [int(line[2]) for line in lines[1:]] == [pids[1], pids[0]]
-            assert its.read(0, "peers") == f"True {pids[0]} {pids[1]} {pids[2]}"
-            assert not its.replacements.replacing
+            assert its.read(0, "peers") == f"(0,)  {pids[0]} {pids[1]} {pids[2]}"
+            assert not its.replacements.ending
             assert its.notes == []
 
     asyncio.run(run())
@@ -150,7 +153,7 @@ def test_processes_that_do_not_get_ready_count_and_the_next_one_may(tmp_path: Pa
             await its.lose(0)
             await its.until(lambda: bool(its.joined))
             assert time.monotonic() - began < 20
-            assert its.joined == [EngineJoined(0, 4)]
+            assert its.joined == [EngineJoined((0,), 4)]
             reasons = [note.partition("not ready: ")[2] for note in its.notes]
             assert reasons == [
                 "it has ended: out of memory",
@@ -175,24 +178,46 @@ def test_no_more_are_started_than_the_run_allows(tmp_path: Path, limit: int) -> 
                 await its.lose(0)
                 await its.until(lambda: bool(its.joined))
             await its.lose(0)
-            await its.until(lambda: not its.replacements.replacing)
+            await its.until(lambda: limit == 0 or bool(its.notes))
+            await asyncio.sleep(0.3)
+            assert its.replacements.ending == {0}
             assert its.fleet.running == {1, 2}
             assert len(its.read(0, "lives").split()) == 1 + limit
 
     asyncio.run(run())
 
 
-def test_one_that_was_silent_is_waited_for_until_it_has_ended(tmp_path: Path) -> None:
-    """The master kills it, and says that it is lost before it is gone."""
+def test_an_engine_of_two_workers_is_replaced_by_two_that_meet_by_themselves(tmp_path: Path) -> None:
+    """Its other worker is ended first. Where one of the two does not get ready, both are begun again."""
+
+    async def run() -> None:
+        (tmp_path / "1.how").write_text("ends")
+        async with Run(tmp_path, limit=3) as its:
+            before = its.fleet.handles[0].pid
+            await its.lose(1, 0)
+            its.replacements.hear(Failed(0, "rollout", "worker 1 is gone", "worker"))  # by the process before
+            await its.until(lambda: len(its.notes) == 1)
+            assert "an engine of new processes in the place of workers 0, 1 is not ready: it has ended" in its.notes[0]
+            await its.until(lambda: bool(its.joined))
+            assert its.joined == [EngineJoined((0, 1), 2)]
+            pids = {n: its.fleet.handles[n].pid for n in range(N_WORKERS)}
+            assert before not in pids.values()
+            for n in (0, 1):
+                assert its.read(n, "peers") == f"(0, 1) store 0 {pids[0]} {pids[1]} {pids[2]}"
+            await its.until(lambda: its.read(2, "met").count("\n") == 2)
+            assert its.read(2, "met") == f"0 2 {pids[0]}\n1 2 {pids[1]}\n"
+            assert its.fleet.running == {0, 1, 2} and not its.replacements.ending
+
+    asyncio.run(run())
+
+
+def test_one_that_was_silent_is_ended_first(tmp_path: Path) -> None:
 
     async def run() -> None:
         async with Run(tmp_path, limit=1) as its:
             before = its.fleet.handles[1].pid
             os.kill(before, signal.SIGSTOP)
-            its.replacements.lost(1)
-            await asyncio.sleep(0.5)
-            assert its.fleet.handles[1].pid == before and not its.joined
-            await its.fleet.kill(1)
+            await its.replacements.lost((1,))
             await its.until(lambda: bool(its.joined))
             assert its.fleet.handles[1].pid != before
 

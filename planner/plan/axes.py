@@ -11,8 +11,9 @@ from itertools import product
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from realgraph.planner.plan.layout import Layout
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 
 MeshAxis = Literal["tp", "cp", "dp", "pp"]
 MESH_AXES: tuple[MeshAxis, ...] = ("tp", "cp", "dp", "pp")  # innermost first
@@ -124,6 +125,12 @@ def session_groups(layout: Layout) -> tuple[tuple[int, ...], ...]:
     together = math.lcm(inner, layout.ep) // inner
     sessions = (range(first, first + together) for first in range(0, layout.dp, together))
     return tuple(tuple(sorted(w for rank in ranks for w in rank_workers(layout, rank))) for ranks in sessions)
+
+
+def session_layout(layout: Layout) -> Layout:
+    """The layout of one of `session_groups` by itself, whose workers are numbered from 0 in their order there."""
+    n = len(session_groups(layout)[0])
+    return replace(layout, mesh=DeviceMesh(0, n), dp=n * layout.dp // layout.mesh.n_devices)
 
 
 def _place(layout: Layout, device: int) -> int:

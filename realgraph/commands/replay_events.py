@@ -90,7 +90,7 @@ def event_text(event: Event) -> str:
         case WorkerLost():
             return f"worker {event.worker} was lost: {event.reason}"
         case EngineJoined():
-            return f"a new process for worker {event.worker} is ready"
+            return f"new processes for {workers_text(event.workers)} are ready"
         case Tick():
             return "a deadline is reached"
         case StopRequested():

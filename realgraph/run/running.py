@@ -20,7 +20,6 @@ from realgraph.run_file.compose import Checked, check_run
 from realgraph.run_file.function_variables import refuse_unset
 from realgraph.run_file.resolved import resolved_text
 from realgraph.runtime.data.sums import sums_of
-from realgraph.runtime.job.engine_loss import replacement_mistake
 from realgraph.runtime.job.eval_engines import eval_on_mistake
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.run_folder import RunFolder, exclusive, write_atomic
@@ -93,15 +92,11 @@ def request_with(checked: Checked, costs_file: Path | None) -> PlanRequest:
 
 
 def job_of(checked: Checked, request: PlanRequest, plan: Plan, folder: RunFolder) -> Job:
-    """Everything the runtime needs. Raises ConfigError where the plan has no engine that could evaluate as asked, or
-    none that could be replaced."""
+    """Everything the runtime needs. Raises ConfigError where the plan has no engine that could evaluate as asked."""
     run = checked.run
     on = run.eval.on if run.eval is not None and run.eval.active else None
     if on is not None and (mistake := eval_on_mistake(checked.graph, plan, on)) is not None:
         raise ConfigError([Problem(checked.where("$.eval.on"), *mistake, "eval")])
-    asked = "$.rollout.replacements" in checked.composed.resolved.document.marks and run.rollout.replacements > 0
-    if asked and (mistake := replacement_mistake(checked.graph, plan)) is not None:
-        raise ConfigError([Problem(checked.where("$.rollout.replacements"), *mistake, "rollout")])
     return Job(
         name=checked.name,
         graph=checked.graph,

@@ -22,11 +22,11 @@ class WorkerLost(Struct, frozen=True, tag=True):
 
 
 class EngineJoined(Struct, frozen=True, tag=True):
-    """A new process is ready in the place of an engine that was lost, with the weights that a run begins with. The
-    other workers know where it is."""
+    """New processes are ready in the place of an engine that was lost, with the weights that a run begins with. The
+    other workers know where they are."""
 
-    worker: int
-    process: int  # its number in that place, from 1
+    workers: tuple[int, ...]  # of the engine, ascending
+    process: int  # their number in that place, from 1
 
 
 class StopRequested(Struct, frozen=True, tag=True):
@@ -138,16 +138,17 @@ class CheckpointWritten(Struct, frozen=True, tag=True):
 
 
 class EngineLost(Struct, frozen=True, tag=True):
-    """An engine is gone, and the run goes on without it; `text` says so for people."""
+    """An engine is gone, and the run goes on without it: none of its processes is needed any more. `text` says so for
+    people."""
 
-    worker: int
+    workers: tuple[int, ...]  # ascending
     text: str
 
 
 class EngineReplaced(Struct, frozen=True, tag=True):
     """An engine that was lost is there again; `text` says so for people."""
 
-    worker: int
+    workers: tuple[int, ...]  # ascending
     text: str
 
 

@@ -184,7 +184,7 @@ class HostsFleet:
         """See Fleet. Raises LaunchError where its host has left the run."""
         worker, host = boot.worker, self._host_of[boot.worker]
         assert worker not in self._running, f"worker {worker} has not ended"
-        self._boots[worker] = replace(self._boots[worker], keys=boot.keys)
+        self._boots[worker] = replace(self._boots[worker], keys=boot.keys, rendezvous=boot.rendezvous)
         self._lines.pop(worker, None)
         if host.ended or not await self.tell(host, RestartWorker(self._boots[worker])):
             raise LaunchError(f"{self.host_of(worker)} is gone")

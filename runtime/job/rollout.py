@@ -24,7 +24,7 @@ class RolloutSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
     interrupt: Interrupt = "recompute"  # samples under way when new weights come
     min_engines: Annotated[int, Meta(ge=1)] = 1  # with which an asynchronous run goes on where others are lost
-    replacements: Annotated[int, Meta(ge=0)] = 3  # new processes in the place of lost engines, in all, in one start
+    replacements: Annotated[int, Meta(ge=0)] = 3  # new engines in the place of lost ones, in all, in one start
     max_running: Annotated[int, Meta(ge=1)] | None = None  # sequences that decode at once, per engine; default: 1,024
     engine: RolloutEngineName = "embedded"  # of generate calls; what trains is embedded in any case
     python: str | None = None  # interpreter of the environment that has SGLang; servers are started with it

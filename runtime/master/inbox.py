@@ -63,9 +63,9 @@ class Inbox:
         self._queue.put_nowait(request)
 
     def join(self, event: EngineJoined) -> None:
-        """A new process stands for a worker that was gone: listen to it, and queue the news."""
-        self.gone.discard(event.worker)
-        self._heard[event.worker] = self.clock.now()
+        """New processes stand for workers that were gone: listen to them, and queue the news."""
+        self.gone.difference_update(event.workers)
+        self._heard |= dict.fromkeys(event.workers, self.clock.now())
         self._queue.put_nowait(event)
 
     def signs(self) -> dict[int, WorkerSigns]:
@@ -187,14 +187,14 @@ class Inbox:
         A collective fails on every worker when one has died: its end, or its silence, explains the others' errors. A
         loss that is not finite is noticed by all ranks: the one that has the sample names it.
         """
-        if failure.kind not in ("worker", "numerics") or failure.sample >= 0:
+        if failure.kind not in ("worker", "numerics") or failure.sample >= 0 or failure.worker in self.gone:
             return failure
         kept: list[Happened] = [failure] if failure.worker >= 0 else []
         until = self.clock.now() + EXPLAIN_SECONDS
         while (left := until - self.clock.now()) > 0:
             match await self.take(left):
                 case Exit() as ended:
-                    self._kept.extend(kept)  # the run may go on without that worker
+                    self._kept.extendleft(reversed(kept))  # the run may go on without that worker
                     return self._lost(ended)
                 case Failed(kind=kind, sample=sample) as other if kind != "worker" and (
                     failure.kind == "worker" or sample >= 0
@@ -208,5 +208,5 @@ class Inbox:
                     kept.append(other)
         # A connection may break before the silence of a host that stands still, or is cut off, has lasted long enough.
         suspect = self._silent(self._runtime.lost_after_seconds / 3) if failure.kind == "worker" else None
-        self._kept.extend(kept if suspect is not None else ())
+        self._kept.extendleft(reversed(kept) if suspect is not None else ())
         return suspect or failure

@@ -257,7 +257,7 @@ class Master:
             match event:
                 case StopNow():
                     raise Interrupted
-                case WorkerLost(worker=worker) if worker not in self._replacements.replacing:
+                case WorkerLost(worker=worker) if worker not in self._replacements.ending:
                     silent = await stacks_of(workers.fleet, (worker,))
                     await workers.fleet.kill(worker)  # one that is only silent must not wake up again
                 case Done() | Generated():
@@ -296,9 +296,9 @@ class Master:
                     except TransportError as error:  # the others get theirs: the run may go on without it
                         host = workers.fleet.host_of(worker)
                         unsent = unsent or TransportError(f"{error}, on {host}" if host else str(error))
-                case EngineLost(worker=worker, text=text):
+                case EngineLost(workers=engine, text=text):
                     self._observers.note(text, "warning")
-                    self._replacements.lost(worker)
+                    await self._replacements.lost(engine)
                 case EngineReplaced(text=text):
                     self._observers.note(text, "info")
                 case StepEnded():

@@ -86,6 +86,7 @@ async def start_worker_group(job: Job, folder: RunFolder, launcher: Launcher) ->
             n_workers=n_workers,
             node=job.cluster.node_of(worker),
             cpu=job.cluster.is_cpu,
+            rendezvous=worker == 0,
         )
         for worker in range(n_workers)
     ]

@@ -1,6 +1,7 @@
 """Process groups of a run's workers, and the collectives made over them. Knows no loss and no optimizer.
 
-All workers join one default group through the store that worker 0 opens (`Rendezvous`). The groups of every layout
+All workers join one default group through the store that worker 0 opens (`Rendezvous`); those of an engine that stands
+for a lost one have a default group by themselves. The groups of every layout
 (its whole mesh, and each axis) are counted by all in one order, and made by their members alone. CPU tensors travel
 through shared memory inside a host and by gloo between hosts, GPU tensors by NCCL. Once the groups stand, gloo's ports
 answer nobody. Every collective has a deadline.
@@ -20,7 +21,14 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-from realgraph.planner.plan.axes import MeshAxis, expert_copies, expert_groups, groups_of, session_groups
+from realgraph.planner.plan.axes import (
+    MeshAxis,
+    expert_copies,
+    expert_groups,
+    groups_of,
+    session_groups,
+    session_layout,
+)
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.parallel.ports import listening_sockets, refuse_connections
 from realgraph.runtime.parallel.rendezvous import CollectiveError, register_gloo
@@ -49,12 +57,17 @@ class Member:
     hosts: tuple[str, ...] = ()
     interface: str = LOOPBACK
     apart: frozenset[int] = frozenset()
-    alone: bool = False  # it stands for a lost engine of one worker, and is in no group
+    engine: tuple[int, ...] = ()  # of one that stands for a lost engine: its workers, the only ones of its groups
 
     @property
     def host(self) -> str:
         """This worker's."""
         return self.hosts[self.worker] if self.hosts else ""
+
+    @property
+    def grouped(self) -> tuple[int, ...]:
+        """The workers that form groups with this one, by their rank in the default group."""
+        return self.engine or tuple(range(self.n_workers))
 
 
 class Ranks:
@@ -244,58 +257,63 @@ class Collectives:
     def __init__(self, member: Member, store: Store | None, layouts: Iterable[Layout]) -> None:
         """Collective: every worker passes the same `layouts` (any order). With one worker there is no store to need."""
         self.member, self._store = member, store
-        self._groups: dict[tuple[int, ...], Ranks] = {}
+        self._rank = member.grouped.index(member.worker)  # in the default group
+        self._groups: dict[tuple[int, ...], Ranks] = {}  # by ranks in the default group, and so the sessions
         self._sessions: dict[tuple[int, ...], Ranks] = {}
-        if member.n_workers == 1 or member.alone:
+        n_grouped = len(member.grouped)
+        if n_grouped == 1:
             return
         assert store is not None, "more than one worker needs a store"
         deadline = timedelta(seconds=member.timeout_seconds)
         open_before = listening_sockets()
-        everybody = tuple(range(member.n_workers))
-        _arrive(store, everybody, member.worker)
+        everybody = tuple(range(n_grouped))
+        self._arrive(store, everybody)
         try:
             gloo = register_gloo(member.interface)
             backend = f"cpu:{gloo},cuda:nccl" if member.device.type == "cuda" else gloo
-            dist.init_process_group(
-                backend, store=store, rank=member.worker, world_size=member.n_workers, timeout=deadline
-            )
+            dist.init_process_group(backend, store=store, rank=self._rank, world_size=n_grouped, timeout=deadline)
         except RuntimeError as error:
-            raise _unformed(store, everybody, error) from error
-        layouts = tuple(layouts)
-        for workers in sorted(_groups_of(layouts)):
-            self._open(store, workers, backend, deadline)
-        for workers in sorted({w for layout in layouts for w in session_groups(layout) if len(w) > 1}):
-            group = dist.new_group(list(workers), timeout=deadline, backend=gloo)
-            if member.worker in workers:
+            raise self._unformed(store, everybody, error) from error
+        own = [layout for layout in layouts if not member.engine or member.worker in layout.mesh.devices]
+        near = {self._grouped(layout) for layout in own}
+        for ranks in sorted(_groups_of(near)):
+            self._open(store, ranks, backend, deadline)
+        for ranks in sorted({w for layout in near for w in session_groups(layout) if len(w) > 1}):
+            group = dist.new_group(list(ranks), timeout=deadline, backend=gloo)
+            if self._rank in ranks:
                 assert isinstance(group, ProcessGroup)
-                memory = self._shared(store, workers, deadline, "session")
-                self._sessions[workers] = Ranks(torch.device("cpu"), group, _named(workers), memory)
+                memory = self._shared(store, ranks, deadline, "session")
+                self._sessions[ranks] = Ranks(torch.device("cpu"), group, self._named(ranks), memory)
         refuse_connections(listening_sockets() - open_before)
 
-    def _open(self, store: Store, workers: tuple[int, ...], backend: str, deadline: timedelta) -> None:
+    def _grouped(self, layout: Layout) -> Layout:
+        """A layout of this worker's by ranks in the default group: of an engine that stands for a lost one, its own."""
+        return session_layout(layout) if self.member.engine else layout
+
+    def _open(self, store: Store, ranks: tuple[int, ...], backend: str, deadline: timedelta) -> None:
         """Make one group, or count one of others: torch names groups by how many it was told of (its
         `use_local_synchronization` by how many it has made, which differs between the members)."""
-        is_member = self.member.worker in workers
-        if len(workers) == self.member.n_workers:
+        is_member = self._rank in ranks
+        if len(ranks) == len(self.member.grouped):
             group: Any = dist.group.WORLD
         else:
             if is_member:
-                _arrive(store, workers, self.member.worker)
+                self._arrive(store, ranks)
             try:
-                group = dist.new_group(list(workers), timeout=deadline, backend=backend)
+                group = dist.new_group(list(ranks), timeout=deadline, backend=backend)
             except DistError as error:
-                raise _unformed(store, workers, error) from error
+                raise self._unformed(store, ranks, error) from error
         if is_member:
             assert isinstance(group, ProcessGroup)
-            memory = self._shared(store, workers, deadline, "layout")
-            self._groups[workers] = Ranks(self.member.device, group, _named(workers), memory)
+            memory = self._shared(store, ranks, deadline, "layout")
+            self._groups[ranks] = Ranks(self.member.device, group, self._named(ranks), memory)
 
-    def _shared(self, store: Store, workers: tuple[int, ...], timeout: timedelta, purpose: str) -> SharedMemory | None:
+    def _shared(self, store: Store, ranks: tuple[int, ...], timeout: timedelta, purpose: str) -> SharedMemory | None:
         """The memory that a group's workers share; None where they are on several hosts."""
         hosts = self.member.hosts
-        if len({hosts[worker] for worker in workers} if hosts else {""}) > 1:
+        if len({hosts[self.member.grouped[rank]] for rank in ranks} if hosts else {""}) > 1:
             return None
-        return open_shared_memory(store, workers, self.member.worker, timeout, f"{purpose}/{_key(workers)}")
+        return open_shared_memory(store, ranks, self._rank, timeout, f"{purpose}/{_key(ranks)}")
 
     @property
     def store(self) -> Store:
@@ -309,11 +327,9 @@ class Collectives:
 
     def of_layout(self, layout: Layout) -> LayoutRanks:
         """A layout's workers along every axis. Raises KeyError for one that was not announced, or lies elsewhere."""
-        worker = self.member.worker
-        if worker not in layout.mesh.devices:
+        if self.member.worker not in layout.mesh.devices:
             raise KeyError(layout)
-        if self.member.alone:
-            return LayoutRanks.alone(self.member.device)
+        layout = self._grouped(layout)
         dp, cp, tp, pp, copies, ep, expert_copies = (self._own(groups) for groups in _axis_groups(layout))
         along = (self._of(dp), self._of(cp), self._of(tp), self._of(pp), self._of(copies))
         experts = (self._of(ep), self._of(expert_copies))
@@ -322,10 +338,23 @@ class Collectives:
 
     def _own(self, groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
         """The one of the groups that this worker is in."""
-        return next(group for group in groups if self.member.worker in group)
+        return next(group for group in groups if self._rank in group)
 
-    def _of(self, workers: tuple[int, ...]) -> Ranks:
-        return Ranks(self.member.device) if len(workers) == 1 else self._groups[workers]
+    def _of(self, ranks: tuple[int, ...]) -> Ranks:
+        return Ranks(self.member.device) if len(ranks) == 1 else self._groups[ranks]
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        return _named([self.member.grouped[rank] for rank in ranks])
+
+    def _arrive(self, store: Store, ranks: Sequence[int]) -> None:
+        """Leave word that this worker has come to make a group."""
+        store.set(_mark(ranks, self._rank), "here")
+
+    def _unformed(self, store: Store, ranks: Sequence[int], error: Exception) -> CollectiveError:
+        """The error of a group that was not made, with the workers that never came."""
+        missing = [self.member.grouped[rank] for rank in ranks if not store.check([_mark(ranks, rank)])]
+        who = f"; never came: worker {', '.join(map(str, missing))}" if missing else ""
+        return CollectiveError(f"{self._named(ranks)} could not form their group{who}: {error}")
 
     def close(self) -> None:
         """Leave all groups; not collective."""
@@ -334,7 +363,7 @@ class Collectives:
                 ranks.memory.close()
         self._groups.clear()
         self._sessions.clear()
-        if self.member.n_workers > 1 and dist.is_initialized():
+        if len(self.member.grouped) > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
 
@@ -361,21 +390,9 @@ def _named(workers: Sequence[int]) -> str:
     return f"workers {', '.join(map(str, workers))}"
 
 
-def _mark(workers: Sequence[int], worker: int) -> str:
-    return f"realgraph/{_key(workers)}/{worker}"
+def _mark(ranks: Sequence[int], rank: int) -> str:
+    return f"realgraph/{_key(ranks)}/{rank}"
 
 
-def _key(workers: Sequence[int]) -> str:
-    return "-".join(map(str, workers))
-
-
-def _arrive(store: Store, workers: Sequence[int], worker: int) -> None:
-    """Leave word that this worker has come to make a group."""
-    store.set(_mark(workers, worker), "here")
-
-
-def _unformed(store: Store, workers: Sequence[int], error: Exception) -> CollectiveError:
-    """The error of a group that was not made, with the workers that never came."""
-    missing = [worker for worker in workers if not store.check([_mark(workers, worker)])]
-    who = f"; never came: worker {', '.join(map(str, missing))}" if missing else ""
-    return CollectiveError(f"{_named(workers)} could not form their group{who}: {error}")
+def _key(ranks: Sequence[int]) -> str:
+    return "-".join(map(str, ranks))

@@ -1,5 +1,5 @@
-"""The means by which workers form their process groups: a store of worker 0's, and gloo with one port and one thread a
-process.
+"""The means by which workers form their process groups: a store that one of them opens, and gloo with one port and one
+thread a process.
 
 On one host the store is a file that no other user can read; over hosts torch's own, on the interface of the run alone.
 """
@@ -30,7 +30,7 @@ _TCP = "tcp://"
 
 
 class Rendezvous(Protocol):
-    """Worker 0's part of the meeting of all workers; `close` it once the groups have ended."""
+    """One worker's part of the meeting of all; `close` it once the groups have ended."""
 
     @property
     def address(self) -> str:
@@ -64,7 +64,7 @@ class NetworkRendezvous:
 
 
 class FileRendezvous:
-    """Worker 0's file through which the workers of one host meet: nobody but this user can open it.
+    """A worker's file through which those of one host meet: nobody but this user can open it.
 
     On Linux it is anonymous memory, reached through /proc, so that nothing is left of it after any end; elsewhere a
     file in a folder of its own. `close` it once the groups have ended.
@@ -93,11 +93,11 @@ def reach_store(address: str, n_workers: int, timeout_seconds: float) -> Store:
     if address.startswith(_TCP):
         return _reach_over_network(address, timedelta(seconds=timeout_seconds))
     if not os.path.exists(address):  # torch would make a file of its own
-        raise CollectiveError(f"worker 0's rendezvous {address} is gone, and so is worker 0")
+        raise CollectiveError(f"the rendezvous {address} is gone, and so is the worker that opened it")
     try:
         store = FileStore(address, n_workers)
     except RuntimeError as error:
-        raise CollectiveError(f"worker 0's rendezvous {address} can't be opened: {error}") from error
+        raise CollectiveError(f"the rendezvous {address} can't be opened: {error}") from error
     store.set_timeout(timedelta(seconds=timeout_seconds))
     return store
 
@@ -107,7 +107,7 @@ def _reach_over_network(address: str, timeout: timedelta) -> Store:
     try:
         return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
     except RuntimeError as error:
-        raise CollectiveError(f"worker 0's rendezvous {address} can't be reached: {error}") from error
+        raise CollectiveError(f"the rendezvous {address} can't be reached: {error}") from error
 
 
 def register_gloo(interface: str) -> str:

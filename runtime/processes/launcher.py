@@ -28,6 +28,7 @@ class WorkerBoot(Struct, frozen=True):
     n_workers: int = 1
     node: int = 0  # of the plan's cluster: workers of one node share memory
     cpu: bool = False  # leave the host's GPUs alone
+    rendezvous: bool = False  # it opens the store through which workers meet that form process groups
     interface: str = ""  # the address its data plane listens on; the launcher's to say
     owner_pid: int = 0  # of the process that ends the workers of this host with the run; the launcher's to say
     files: str = ""  # where this host does not see the run directory: who reads and writes it; the launcher's to say

@@ -1,10 +1,10 @@
-"""Starts a new process in the place of each engine that is lost: on the same host, under a new key, as often as
-`rollout.replacements` allows. Master side. When the process is ready and its peers know it, the Scheduler is told.
+"""Starts new processes in the place of each engine that is lost: on the same hosts, under new keys, as often as
+`rollout.replacements` allows. Master side. When they are ready and their peers know them, the Scheduler is told.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from realgraph.graphs.errors import reason
 from realgraph.planner.request.engine_support import SGLANG_KIND
 from realgraph.runtime.commands.actions import EngineJoined
+from realgraph.runtime.commands.failures import workers_text
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.processes.clock import time_limit
 from realgraph.runtime.processes.launcher import Fleet, LaunchError, WorkerBoot
@@ -42,25 +43,28 @@ class NotReady(Exception):
 
 
 class EngineReplacements:
-    """Those of one run. joined: called, with the event for the Scheduler, where a process is ready. note: shows a
+    """Those of one run. joined: called, with the event for the Scheduler, where an engine is ready. note: shows a
     line."""
 
     def __init__(self, job: Job, workers: RunWorkers, joined: Callable[[EngineJoined], None], note: Note) -> None:
         self._job, self._joined, self._note = job, joined, note
         self._fleet, self._socket, self._boots, self._peers = workers
         self.possible = job.rollout.engine != SGLANG_KIND
-        self.n_started = 0
-        self.replacing: set[int] = set()  # workers whose processes end and begin by our doing
-        self._processes: Counter[int] = Counter()  # that were started in the place of each worker
+        self.n_started = 0  # engines
+        self.ending: set[int] = set()  # workers whose processes end by our doing, and may begin anew
+        self._processes: Counter[tuple[int, ...]] = Counter()  # that were started in each place of an engine
         self._one = asyncio.Lock()  # at a time: whoever starts knows all that have
         self._heard: dict[int, asyncio.Queue[Hello | Ready | Failed]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def lost(self, worker: int) -> None:
-        """An engine is lost, and the run goes on: begin to replace it, where that is possible."""
+    async def lost(self, engine: tuple[int, ...]) -> None:
+        """An engine is lost, and the run goes on: end what is left of it, and begin to replace it, where that is
+        possible. engine: its workers, ascending."""
+        self.ending.update(engine)
+        for worker in engine:
+            await self._fleet.kill(worker)
         if self.possible and self._job.rollout.replacements:
-            self.replacing.add(worker)
-            task = asyncio.create_task(self._replace(worker))
+            task = asyncio.create_task(self._replace(engine))
             self._tasks.add(task)
 
     def hear(self, reply: Hello | Ready | Failed) -> None:
@@ -80,45 +84,47 @@ class EngineReplacements:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _replace(self, worker: int) -> None:
-        limit = self._job.rollout.replacements
+    async def _replace(self, engine: tuple[int, ...]) -> None:
+        limit, place = self._job.rollout.replacements, f"the place of {workers_text(engine)}"
         async with self._one:
             while self.n_started < limit:
                 self.n_started += 1
-                self._processes[worker] += 1
+                self._processes[engine] += 1
                 try:
-                    await self._started(worker)
+                    await self._started(engine)
                 except LaunchError as error:
                     self.n_started -= 1
-                    self.replacing.remove(worker)
-                    self._note(f"the place of worker {worker} stays empty: {error}", "warning")
+                    self._note(f"{place} stays empty: {error}", "warning")
                     return
                 except NotReady as error:
-                    self._note(f"the new process in the place of worker {worker} is not ready: {error}", "warning")
+                    new = "the new process" if len(engine) == 1 else "an engine of new processes"
+                    self._note(f"{new} in {place} is not ready: {error}", "warning")
                     await asyncio.sleep(PAUSE_SECONDS)
                 else:
-                    self.replacing.remove(worker)
-                    self._joined(EngineJoined(worker, self._processes[worker]))
+                    self.ending.difference_update(engine)
+                    self._joined(EngineJoined(engine, self._processes[engine]))
                     return
-            self.replacing.remove(worker)
-        self._note(
-            f"the place of worker {worker} stays empty: all {limit} of rollout.replacements were made", "warning"
-        )
+        self._note(f"{place} stays empty: all {limit} of rollout.replacements were made", "warning")
 
-    async def _started(self, worker: int) -> None:
-        """Start a process for a worker that is gone, and return when it is ready and all others know it. Raises
-        NotReady, with nothing of it left running; LaunchError where its host is gone."""
-        self._heard[worker] = asyncio.Queue()
+    async def _started(self, engine: tuple[int, ...]) -> None:
+        """Start processes for the workers of an engine that are gone, and return when all are ready and all others know
+        them. Raises NotReady, with nothing of them left running; LaunchError where a host of theirs is gone."""
+        self._heard |= {worker: asyncio.Queue() for worker in engine}
         try:
             async with time_limit(self._job.runtime.start_seconds):
-                while worker in self._fleet.running:  # one that was silent has been killed
+                while not self._fleet.running.isdisjoint(engine):  # those that were silent have been killed
                     await asyncio.sleep(LOOK_SECONDS)
-                keys = make_keys()
-                self._socket.replace_key(worker, keys.public)
-                await self._fleet.restart(replace(self._boots[worker], keys=keys))
-                await self._shake_hands(worker)
-        except (TimeoutError, NotReady, TransportError, OSError) as error:
-            await self._fleet.kill(worker)
+                for worker in engine:
+                    keys = make_keys()
+                    self._socket.replace_key(worker, keys.public)
+                    first = worker == engine[0] and len(engine) > 1
+                    await self._fleet.restart(replace(self._boots[worker], keys=keys, rendezvous=first))
+                await self._shake_hands(engine)
+        except (TimeoutError, NotReady, LaunchError, TransportError, OSError) as error:
+            for worker in engine:
+                await self._fleet.kill(worker)
+            if isinstance(error, LaunchError):
+                raise
             seconds = self._job.runtime.start_seconds
             late = f"it has taken {seconds:g} s (runtime.start_seconds)"
             text = (
@@ -126,39 +132,46 @@ class EngineReplacements:
             )
             raise NotReady(text) from error
         finally:
-            del self._heard[worker]
+            for worker in engine:
+                del self._heard[worker]
 
-    async def _shake_hands(self, worker: int) -> None:
-        hello = await self._next(worker)
-        assert isinstance(hello, Hello), f"{type(hello).__name__} before Hello"
-        peers = {**self._peers, worker: hello.peer}
+    async def _shake_hands(self, engine: tuple[int, ...]) -> None:
+        hellos: dict[int, Hello] = {}
+        for worker in engine:
+            while not isinstance(reply := await self._next(worker, engine), Hello):
+                pass  # the last words of the process before, which came late
+            hellos[worker] = reply
+        peers = self._peers | {worker: hello.peer for worker, hello in hellos.items()}
         in_order = tuple([peers[number] for number in sorted(peers)])
-        await self._socket.send(worker, Configure(msgspec.json.encode(self._job), in_order, collective="", joined=True))
-        ready = await self._next(worker)
-        assert isinstance(ready, Ready), f"{type(ready).__name__} before Ready"
-        self._peers[worker] = hello.peer
-        for other in sorted(self._fleet.running - {worker}):
+        command = Configure(
+            msgspec.json.encode(self._job), in_order, collective=hellos[engine[0]].collective, engine=engine
+        )
+        await self._socket.send_to_all(engine, command)
+        for worker in engine:
+            reply = await self._next(worker, engine)
+            if isinstance(reply, Failed):
+                raise NotReady(reply.error)
+            assert isinstance(reply, Ready), f"{type(reply).__name__} before Ready"
+        self._peers.update(peers)
+        for other in sorted(self._fleet.running.difference(engine)):
             try:
-                await self._socket.send(other, Meet(hello.peer, self._processes[worker]))
+                for hello in hellos.values():
+                    await self._socket.send(other, Meet(hello.peer, self._processes[engine]))
             except TransportError:
                 continue  # it has just ended, or is silent: its own loss is on its way
-        if worker not in self._fleet.running:
-            raise NotReady(self._ended(worker))
+        self._all_run(engine)
 
-    async def _next(self, worker: int) -> Hello | Ready:
-        """The next message of the new process. Raises NotReady where there is none."""
+    async def _next(self, worker: int, engine: Sequence[int]) -> Hello | Ready | Failed:
+        """The next message of a worker. Raises NotReady where there is none, or another of its engine has ended."""
         while True:
             try:
                 async with asyncio.timeout(LOOK_SECONDS):
-                    reply = await self._heard[worker].get()
+                    return await self._heard[worker].get()
             except TimeoutError:
-                if worker in self._fleet.running:
-                    continue
-                raise NotReady(self._ended(worker)) from None
-            if isinstance(reply, Failed):
-                raise NotReady(reply.error)
-            return reply
+                self._all_run(engine)
 
-    def _ended(self, worker: int) -> str:
-        last = self._fleet.last_lines(worker, 1).strip()
-        return f"it has ended{f': {last}' if last else ''}"
+    def _all_run(self, engine: Sequence[int]) -> None:
+        for worker in engine:
+            if worker not in self._fleet.running:
+                last = self._fleet.last_lines(worker, 1).strip()
+                raise NotReady(f"it has ended{f': {last}' if last else ''}")

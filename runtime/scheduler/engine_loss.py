@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from realgraph.runtime.commands import failures
 from realgraph.runtime.commands.actions import Action, EngineJoined, EngineLost, EngineReplaced, Event, Send
 from realgraph.runtime.commands.tasks import Task
-from realgraph.runtime.job.engine_loss import expendable_workers, shares_tokens
+from realgraph.runtime.job.engine_loss import expendable_engines, shares_tokens
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.boundary_runner import BoundaryRunner
 from realgraph.runtime.scheduler.collection import Collection
@@ -36,11 +36,13 @@ class EngineLosses:
         runner: BoundaryRunner,
     ) -> None:
         self._collection, self._steps, self._devices, self._runner = collection, steps, devices, runner
-        self._expendable, self._min_engines = expendable_workers(job.graph, job.plan), job.rollout.min_engines
+        engines = expendable_engines(job.graph, job.plan)
+        self._engine_of = {worker: engine for engine in engines for worker in engine}
+        self._n_all, self._min_engines = len(self._devices.engines.heads), job.rollout.min_engines
         self._ledger, self._shares = ledger, shares_tokens(job.graph, job.plan)
         layouts = [allocation.layout for allocation in job.plan.allocations.values()]
         self._workers = sorted({device for layout in layouts for device in layout.mesh.devices})
-        self._graph = job.graph
+        self._graph, self._all_heads = job.graph, frozenset(devices.engines.heads)
         self.gone: set[int] = set()
 
     @property
@@ -59,7 +61,7 @@ class EngineLosses:
 
     def ignores(self, event: Event) -> bool:
         """True of what a worker that is gone has still said, and of further news of its end."""
-        return not isinstance(event, EngineJoined) and getattr(event, "worker", -1) in self.gone
+        return getattr(event, "worker", -1) in self.gone
 
     def reaching(self, actions: Sequence[Action]) -> list[Action]:
         """The actions without commands to workers that are gone."""
@@ -68,22 +70,29 @@ class EngineLosses:
     @property
     def n_engines(self) -> int:
         """The engines that there are; 0 where none can be lost."""
-        return len(self._devices.engines.heads) if self._expendable else 0
+        return len(self._devices.engines.heads) if self._engine_of else 0
 
     def join(self, event: EngineJoined) -> list[Action]:
-        """A new process stands for a worker that is gone. It gets groups once it has the weights of the others."""
-        worker = event.worker
-        self.gone.remove(worker)
-        self._devices.engines.join(worker, event.process, FIRST_VERSION, self._devices.generator_weights)
-        self._collection.join(worker)
-        n_left, n_all = len(self._devices.engines.heads), len(self._expendable)
-        text = f"a new process has taken the place of worker {worker}: the run has {n_left} of {n_all} engines"
-        return [EngineReplaced(worker, text), *(self._keep(NOBODY) if self._shares else ())]
+        """New processes stand for an engine that is gone. It gets groups once it has the weights of the others."""
+        self.gone.difference_update(event.workers)
+        for head in self._heads(event.workers):
+            self._devices.engines.join(head, event.process, FIRST_VERSION, self._devices.generator_weights)
+            self._collection.join(head)
+        text = f"a new process has taken the place of {failures.workers_text(event.workers)}"
+        if len(event.workers) > 1:
+            text = f"new processes have taken the place of {failures.workers_text(event.workers)}"
+        text += f": the run has {self.n_engines} of {self._n_all} engines"
+        return [EngineReplaced(event.workers, text), *(self._keep(NOBODY) if self._shares else ())]
+
+    def _heads(self, engine: Iterable[int]) -> list[int]:
+        """Those of an engine's workers that take its groups."""
+        return [worker for worker in engine if worker in self._all_heads]
 
     def survives(self, worker: int) -> bool:
         """True where the run can go on without `worker`."""
-        enough = len(self._devices.engines.heads) > self._min_engines
-        return worker in self._expendable and enough and self._steps.can_lose(worker)
+        engine = self._engine_of.get(worker, ())
+        enough = self.n_engines - len(self._heads(engine)) >= self._min_engines
+        return bool(engine) and enough and all(self._steps.can_lose(one) for one in engine)
 
     def fatal(self, worker: int, reason: str) -> Failed:
         """The failure of a run that can't go on without `worker`."""
@@ -100,8 +109,30 @@ class EngineLosses:
         return failures.lost(worker, reason, doing, call)
 
     def lose(self, worker: int, reason: str, now: float) -> tuple[list[Action], list[Task]]:
-        """Go on without `worker`; returns the tasks, too, that waited for it alone, and so have ended."""
-        self.gone.add(worker)
+        """Go on without `worker` and the others of its engine; returns the tasks, too, that waited for them alone, and
+        so have ended."""
+        engine = self._engine_of[worker]
+        heads = self._heads(engine)
+        self.gone.update(engine)
+        ended = [task for one in engine for task in self._without(one)]
+        for head in heads:
+            self._devices.engines.lose(head)
+        takers = set(self._devices.engines.heads) - self._devices.engines.resting
+        versions = {taker: self._devices.generator_version(taker) for taker in takers}
+        moved, n_again = dict[int, list[Group]](), 0
+        for head in heads:
+            kept, n_lost = self._collection.lose(head, self._steps.put_back(head), versions, now)
+            n_again += n_lost
+            for taker, groups in kept.items():
+                moved.setdefault(taker, []).extend(groups)
+        n_moved = sum(len(groups) for groups in moved.values())
+        text = f"worker {worker} was lost: {reason}. The run goes on with {self.n_engines} of {self._n_all} engines: "
+        text += f"{n_moved} of its prompt groups go on there with their tokens, {n_again} are made again"
+        news = [action for head in heads for action in (*self._forget(head), *self._keep(head))]
+        return [EngineLost(engine, text), *self.go_on(moved, now), *news], ended
+
+    def _without(self, worker: int) -> list[Task]:
+        """No task waits for a lost worker any more; returns those that waited for it alone, and so have ended."""
         tasks, ended = self._steps.tasks, list[Task]()
         for task in tasks.of(worker):
             task.waiting.discard(worker)
@@ -110,15 +141,7 @@ class EngineLosses:
                 continue
             self._runner.spoiled |= task.kind == "evaluate"
             ended += [] if task.waiting else [task]
-        self._devices.engines.lose(worker)
-        takers = set(self._devices.engines.heads) - self._devices.engines.resting
-        versions = {engine: self._devices.generator_version(engine) for engine in takers}
-        moved, n_again = self._collection.lose(worker, self._steps.put_back(worker), versions, now)
-        n_left, n_all = len(self._devices.engines.heads), len(self._expendable)
-        n_moved = sum(len(groups) for groups in moved.values())
-        text = f"worker {worker} was lost: {reason}. The run goes on with {n_left} of {n_all} engines: {n_moved} of "
-        text += f"its prompt groups go on there with their tokens, {n_again} are made again"
-        return [EngineLost(worker, text), *self.go_on(moved, now), *self._forget(worker), *self._keep(worker)], ended
+        return ended
 
     def go_on(self, moved: Mapping[int, Sequence[Group]], now: float) -> list[Action]:
         """Have workers go on with groups whose tokens they keep, under whatever weights they have."""

@@ -1,10 +1,11 @@
-"""Trained weights for engines that are in no process group, since they stand for lost ones: those who train put a copy
-into their stores and say so, and the engine fetches it. So they may train on while it does.
+"""Trained weights for engines that are in no process group with others, since they stand for lost ones: those who train
+put a copy into their stores and say so, and each worker of the engine fetches what it holds. So they may train on while
+it does.
 
 Knows no engine and no command.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -16,6 +17,7 @@ from torch import Tensor
 from realgraph.runtime.parallel.checksums import WeightsDiffer, checksum
 from realgraph.runtime.parallel.cuts import Box
 from realgraph.runtime.parallel.exchange import Arriving, WeightPart
+from realgraph.runtime.parallel.routes import Holdings
 from realgraph.runtime.parallel.shares import Shares
 from realgraph.runtime.store.mail import Mail
 from realgraph.runtime.store.store import Store
@@ -27,7 +29,8 @@ Gather = Callable[[Sequence[GatherRequest]], Values]
 
 class GivenWeights(Struct, frozen=True, array_like=True):
     """The word of one who trains: its share of the weights of `version` lies in its store, one part an id, from 0.
-    sums: little-endian int64, the checksums of its parts of each weight, by name; b"" where they are not compared."""
+    sums: little-endian int64, the checksums of what the receiver holds of its parts of each weight, by name; b"" where
+    they are not compared."""
 
     version: int
     parts: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]  # weight, where the part begins, its shape
@@ -38,8 +41,8 @@ _DECODER = msgspec.msgpack.Decoder(GivenWeights)
 
 
 class FetchedWeights(NamedTuple):
-    """Weights that come. parts: to be gone through to the end. sums: [weights] int64, the checksums of what was sent,
-    by name; None where they are not compared. names: of all weights, in the receiver's order."""
+    """Weights that come. parts: to be gone through to the end. sums: [weights] int64, the checksums of what the
+    receiver is to hold, by name; None where they are not compared. names: of all weights, in the receiver's order."""
 
     parts: Arriving
     sums: Tensor | None
@@ -68,18 +71,24 @@ class WeightHandover:
 
     # --- who trains ---------------------------------------------------------------------------------------------------
 
-    def give(self, work: Reallocate, parts: Sequence[WeightPart], shapes: Mapping[str, tuple[int, ...]] | None) -> None:
+    def give(
+        self,
+        work: Reallocate,
+        parts: Sequence[WeightPart],
+        wants: Holdings,
+        shapes: Mapping[str, tuple[int, ...]] | None,
+    ) -> None:
         """Put a copy of this worker's share of the weights, in the place of that of an older version, where the engines
-        find it, and tell them. shapes: of the whole weights, where their checksums are to be compared."""
+        find it, and tell them. wants: what the workers of engines hold. shapes: of the whole weights, where their
+        checksums are to be compared."""
         call = work.call
         values = [part.values.detach().to("cpu").contiguous() for part in parts]
         self.withdraw(call)
         self._store.put(_key(call), range(len(parts)), values)
-        sums = b"" if shapes is None else _sums(parts, shapes).cpu().numpy().astype("<i8").tobytes()
         told = tuple([(part.name, part.box.start, part.box.shape) for part in parts])
-        word = msgspec.msgpack.encode(GivenWeights(work.version, told, sums))
         for receiver in work.joined:
-            self.mail.send(receiver, _key(call), word)
+            sums = b"" if shapes is None else _sums(_common(parts, wants[receiver]), shapes)
+            self.mail.send(receiver, _key(call), msgspec.msgpack.encode(GivenWeights(work.version, told, sums)))
 
     def withdraw(self, call: str) -> None:
         """Nobody needs the copy any more."""
@@ -88,10 +97,15 @@ class WeightHandover:
     # --- who generates ------------------------------------------------------------------------------------------------
 
     def fetch(
-        self, work: Reallocate, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, shares: Shares
+        self,
+        work: Reallocate,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        shares: Shares,
+        wants: Mapping[str, Box],
     ) -> FetchedWeights:
-        """The weights of a version, once all who have a share have given it. Raises WeightsDiffer where some are
-        missing."""
+        """The parts that this worker holds of the weights of a version, once all who have a share have given it. wants:
+        its boxes of them. Raises WeightsDiffer where some are missing."""
         call = work.call
         given = {owner: self._awaited(owner, call, work.version) for owner, mine in shares.items() if mine}
         sums = [np.frombuffer(word.sums, "<i8") for word in given.values() if word.sums]
@@ -99,8 +113,17 @@ class WeightHandover:
         n_elements = sum(Box(start, shape).numel for word in given.values() for _, start, shape in word.parts)
         if n_elements != (needed := sum(Box((0,) * len(shape), shape).numel for shape in shapes.values())):
             raise WeightsDiffer(f"the weights of {call!r} have {needed} elements, and {n_elements} were given")
-        arrived = ArrivedBytes(n_elements * dtype.itemsize)
-        return FetchedWeights(Arriving(lambda wanted: self._parts(call, given)), total, arrived, tuple(shapes))
+        numbers = {
+            owner: [
+                number
+                for number, (name, start, shape) in enumerate(word.parts)
+                if name in wants and Box(start, shape).intersect(wants[name]) is not None
+            ]
+            for owner, word in given.items()
+        }
+        sizes = [Box(*given[owner].parts[number][1:]).numel for owner, mine in numbers.items() for number in mine]
+        arriving = Arriving(lambda wanted: _common(self._parts(call, given, numbers), wants))
+        return FetchedWeights(arriving, total, ArrivedBytes(sum(sizes) * dtype.itemsize), tuple(shapes))
 
     def _awaited(self, owner: int, call: str, version: int) -> GivenWeights:
         """The word of one who trains about `version`; words about versions that were never fetched are passed over."""
@@ -110,10 +133,16 @@ class WeightHandover:
             if (given := _DECODER.decode(word)).version == version:
                 return given
 
-    def _parts(self, call: str, given: Mapping[int, GivenWeights]) -> Iterator[WeightPart]:
+    def _parts(
+        self, call: str, given: Mapping[int, GivenWeights], numbers: Mapping[int, Sequence[int]]
+    ) -> Iterator[WeightPart]:
+        """Parts by their numbers, from those who give them."""
         for owner, word in given.items():
-            found = self._gather([GatherRequest(owner, _key(call), tuple(range(len(word.parts))))])[_key(call)]
-            for number, (name, start, shape) in enumerate(word.parts):
+            if not numbers[owner]:
+                continue
+            found = self._gather([GatherRequest(owner, _key(call), tuple(numbers[owner]))])[_key(call)]
+            for number in numbers[owner]:
+                name, start, shape = word.parts[number]
                 yield WeightPart(name, Box(start, shape), found.pop(number))
 
 
@@ -122,10 +151,18 @@ def _key(call: str) -> str:
     return f"weights of {call}"
 
 
-def _sums(parts: Sequence[WeightPart], shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
-    """[weights] int64: the checksum of this share of each, by name."""
+def _common(parts: Iterable[WeightPart], wants: Mapping[str, Box]) -> Iterator[WeightPart]:
+    """The parts as far as they lie in the boxes that a worker holds of their weights."""
+    for part in parts:
+        common = part.box.intersect(wants[part.name]) if part.name in wants else None
+        if common is not None:
+            yield WeightPart(part.name, common, part.values[common.within(part.box).slices])
+
+
+def _sums(parts: Iterable[WeightPart], shapes: Mapping[str, tuple[int, ...]]) -> bytes:
+    """The checksums of these parts of each weight, by name, as GivenWeights has them."""
     numbers = {name: i for i, name in enumerate(sorted(shapes))}
     found = torch.zeros(len(shapes), dtype=torch.int64)
     for part in parts:
         found[numbers[part.name]] += checksum(part, shapes[part.name]).cpu()
-    return found
+    return found.numpy().astype("<i8").tobytes()

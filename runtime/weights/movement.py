@@ -21,6 +21,7 @@ from realgraph.runtime.parallel.cuts import layout_boxes
 from realgraph.runtime.parallel.exchange import Reallocation, WeightPart, WorkerParts, reallocation
 from realgraph.runtime.parallel.groups import Collectives
 from realgraph.runtime.parallel.mapped import MappedRoute
+from realgraph.runtime.parallel.routes import Holdings
 from realgraph.runtime.parallel.shares import Shares, shares
 from realgraph.runtime.weights.handover import FetchedWeights, WeightHandover
 from realgraph.runtime.wire.protocol import ArrivedBytes, Reallocate
@@ -76,6 +77,7 @@ class Movement:
         self._n_begun: Counter[Between] = Counter()
         self._n_given: Counter[tuple[object, ...]] = Counter()  # by call and engines
         self._given: dict[str, Shares] = {}  # by role
+        self._wants: dict[str, Holdings] = {}  # by call
 
     @contextmanager
     def moved(self, between: Between, source: TrainEngine | RolloutEngine) -> Iterator[Moved]:
@@ -99,7 +101,8 @@ class Movement:
             route.lent += sums.compare(route.tell)
 
     def hand_over(self, handover: WeightHandover, work: Reallocate, trained: Layout) -> None:
-        """Give this worker's share of the trained weights to engines in no process group. trained: their layout."""
+        """Give this worker's share of the trained weights to engines in no process group with it. trained: their
+        layout."""
         if not work.joined:
             handover.withdraw(work.call)
             return
@@ -115,15 +118,23 @@ class Movement:
             key = (work.call, *work.joined.items())
             self._n_given[key] += 1
             verifies = self._job.runtime.verifies(self._n_given[key])
-            handover.give(work, parts, shapes if verifies else None)
+            handover.give(work, parts, self._wanted(work, shapes), shapes if verifies else None)
 
     def handed(
         self, handover: WeightHandover, work: Reallocate, trained: Layout, rollout: RolloutEngine
     ) -> FetchedWeights:
-        """The trained weights for the engine here, which is in no process group."""
+        """The trained weights for the engine here, which is in no process group with those who train."""
         specs = rollout.weight_specs()
         shapes, (dtype,) = {spec.name: spec.shape for spec in specs}, {spec.dtype for spec in specs}
-        return handover.fetch(work, shapes, dtype, self._shares_of(work.role, trained, shapes))
+        wants = self._wanted(work, shapes)[self._worker]
+        return handover.fetch(work, shapes, dtype, self._shares_of(work.role, trained, shapes), wants)
+
+    def _wanted(self, work: Reallocate, shapes: Mapping[str, tuple[int, ...]]) -> Holdings:
+        """The boxes that each worker of a call holds of the weights."""
+        if work.call not in self._wants:
+            layout, in_order = self._job.plan.allocations[work.call].layout, dict(sorted(shapes.items()))
+            self._wants[work.call] = layout_boxes(in_order, layout, self._model_of(work.role))
+        return self._wants[work.call]
 
     def _shares_of(self, role: str, trained: Layout, shapes: Mapping[str, tuple[int, ...]]) -> Shares:
         """The parts of the weights, each once, that those who train them give; alike on all workers."""

@@ -35,9 +35,9 @@ class Configure(_Message, frozen=True):
 
     job: bytes
     peers: tuple[Peer, ...]
-    collective: str  # path of worker 0's rendezvous; of other workers ''
+    collective: str  # where those meet who form process groups (`rendezvous.py`); '' where one worker is by itself
     resume: str = ""  # checkpoint folder to load, '' for a fresh start
-    joined: bool = False  # this worker stands for a lost engine, and is in no process group
+    engine: tuple[int, ...] = ()  # of a worker that stands for a lost one: all of its engine, with groups of their own
 
 
 class Meet(_Message, frozen=True):
@@ -115,7 +115,7 @@ class Reallocate(_Message, frozen=True):
     version: int
     owners: tuple[int, ...]
     receivers: tuple[int, ...]  # of the workers of `call`: an engine that evaluates keeps its weights
-    # those of them that stand for lost engines, and are in no process group -> number of the process there
+    # those of them that stand for lost ones, and are in no process group with owners -> number of the process there
     joined: dict[int, int] = field(default_factory=dict)
 
 

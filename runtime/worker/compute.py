@@ -98,7 +98,7 @@ class Compute:
         job, graph = self.job, self.job.graph
         resources = self._resources
         resources.connect(self._configure.peers)
-        collectives = resources.join(job, self._configure.collective, alone=self._configure.joined)
+        collectives = resources.join(job, self._configure.collective, self._configure.engine)
         self._loading = Loading(job)
         self._assembler = Assembler(graph, resources.store, resources.plane, ABANDONED_SECONDS)
         self.roles = Roles(

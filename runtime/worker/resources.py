@@ -98,7 +98,7 @@ class Resources:
         self._hosts: tuple[str, ...] = ()
         self._apart: frozenset[int] = frozenset()
         self._collectives: Collectives | None = None
-        self._rendezvous = open_rendezvous(boot.interface) if boot.worker == 0 else None
+        self._rendezvous = open_rendezvous(boot.interface) if boot.rendezvous else None
         self.collective_address = self._rendezvous.address if self._rendezvous is not None else ""
 
     def _deposited(self, data: bytes) -> None:
@@ -134,15 +134,15 @@ class Resources:
         self._hosts = tuple(peer.host for peer in sorted(peers, key=lambda peer: peer.worker))
         self._apart = frozenset(peer.worker for peer in peers if peer.apart)
 
-    def join(self, job: Job, address: str, *, alone: bool = False) -> Collectives:
-        """Join the process groups of all layouts of the plan; alone: none of them. Collective. Raises
-        CollectiveError."""
+    def join(self, job: Job, address: str, engine: tuple[int, ...] = ()) -> Collectives:
+        """Join the process groups of all layouts of the plan; of an `engine` that stands for a lost one, those of its
+        workers. Collective over them. Raises CollectiveError."""
         n_workers = job.cluster.n_devices
-        seconds = job.runtime.start_seconds
-        store = reach_store(address, n_workers, seconds) if n_workers > 1 and not alone else None
+        n_meeting = len(engine) or n_workers
+        store = reach_store(address, n_meeting, job.runtime.start_seconds) if n_meeting > 1 else None
         layouts = {allocation.layout for allocation in job.plan.allocations.values()}
         near = (self._hosts, self._interface, self._apart)
-        member = Member(self.worker, n_workers, self.device, ABANDONED_SECONDS, *near, alone)
+        member = Member(self.worker, n_workers, self.device, ABANDONED_SECONDS, *near, engine)
         self._collectives = Collectives(member, store, layouts)
         return self._collectives
 

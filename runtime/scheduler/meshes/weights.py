@@ -39,7 +39,7 @@ class EngineWeights:
         self.switched: dict[int, int] = {}  # engines that generate under newer weights than the others, which follow
         self._kept: tuple[int, ...] = ()  # engines that evaluate, and so keep their weights
         self.late: dict[int, int] = {}  # engines that have older weights than the others: their version
-        self.joined: dict[int, int] = {}  # engines in the place of lost ones -> number of the process there
+        self.joined: dict[int, int] = {}  # workers of engines in the place of lost ones -> number of the process there
 
     @property
     def image(self) -> EngineWeightsImage:
@@ -62,21 +62,25 @@ class EngineWeights:
 
     def lose(self, engine: int) -> None:
         """An engine is gone."""
+        workers = self._workers(engine)
         self._ranks = tuple([rank for rank in self._ranks if rank[0] != engine])
         self._kept = tuple([one for one in self._kept if one != engine])
         self.switched.pop(engine, None)
         self.late.pop(engine, None)
-        for task, move in self.moving.items():  # another process there does not get what this one was sent
-            self.moving[task] = replace(move, receivers=tuple([one for one in move.receivers if one != engine]))
+        for task, move in self.moving.items():  # other processes there do not get what these were sent
+            self.moving[task] = replace(move, receivers=tuple([one for one in move.receivers if one not in workers]))
 
     def join(self, engine: int, process: int, version: int, others: int) -> None:
-        """A new process stands for an engine of one worker that is gone, by its number there, with weights of
-        `version`, where `others` have theirs."""
+        """New processes stand for an engine that is gone, by their number there, with weights of `version`, where
+        `others` have theirs."""
         present = {*self.heads, engine}
         self._ranks = tuple([rank for rank in self._all if rank[0] in present])
-        self.joined[engine] = process
+        self.joined |= dict.fromkeys(self._workers(engine), process)
         if version < others:
             self.late[engine] = version
+
+    def _workers(self, engine: int) -> tuple[int, ...]:
+        return next(rank for rank in self._all if rank[0] == engine)
 
     def keep(self, engines: Sequence[int]) -> None:
         """From now on just these engines keep the weights that they have, and take no new ones."""
