@@ -117,7 +117,7 @@ class EngineReplacements:
                 for worker in engine:
                     keys = make_keys()
                     self._socket.replace_key(worker, keys.public)
-                    first = worker == engine[0] and len(engine) > 1
+                    first = len(engine) > 1 and worker == min(engine)
                     await self._fleet.restart(replace(self._boots[worker], keys=keys, rendezvous=first))
                 await self._shake_hands(engine)
         except (TimeoutError, NotReady, LaunchError, TransportError, OSError) as error:
@@ -144,7 +144,7 @@ class EngineReplacements:
         peers = self._peers | {worker: hello.peer for worker, hello in hellos.items()}
         in_order = tuple([peers[number] for number in sorted(peers)])
         command = Configure(
-            msgspec.json.encode(self._job), in_order, collective=hellos[engine[0]].collective, engine=engine
+            msgspec.json.encode(self._job), in_order, collective=hellos[min(engine)].collective, engine=engine
         )
         await self._socket.send_to_all(engine, command)
         for worker in engine:
