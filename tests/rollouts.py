@@ -14,6 +14,7 @@ from realgraph.runtime.engine import Completion, Request, RolloutEngine
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from tests import tiny
 
+ARCHITECTURES = (*tiny.KINDS, "qwen2_sliding")
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
