@@ -25,7 +25,7 @@ from tests.planner_cases import cluster, grpo, ppo, request
 LIMITS = Limits(gap=0.005, seconds=30.0)
 LONG = Workload(128, 8, 1024, 8192, 3000.0)  # at 2 and 4 steps more is in flight than pays
 REQUESTS = {
-    "grpo 32B on 32": (request(grpo(), "Qwen/Qwen3-32B", cluster(nodes=4), workload=LONG), (0, 1, 2, 4)),
+    "grpo 32B on 16": (request(grpo(), "Qwen/Qwen3-32B", cluster(nodes=2), workload=LONG), (0, 1, 2, 4)),
     "ppo 8B on 8": (
         request(ppo(), "meta-llama/Llama-3.1-8B", cluster(), workload=Workload(512, 1, 512, 1024, 512.0)),
         (0, 1, 2),
@@ -54,6 +54,13 @@ def test_a_larger_staleness_bound_never_makes_a_plan_slower(name: str) -> None:
         assert all(plan.period_seconds <= rule * (1 + slack) for rule in rules_of(here, plan)), staleness
         before, least = plan.period_seconds, min(least, plan.period_seconds)
         assert plan.lower_bound_seconds <= least
+
+
+def test_plans_of_larger_bounds_alone_are_slower() -> None:
+    """So a search that looked at no smaller bound would fail the test above."""
+    asked, (_, *bounds) = REQUESTS["grpo 32B on 16"]
+    alone = [search(at_staleness(asked, staleness), LIMITS, (staleness,)).period_seconds for staleness in bounds]
+    assert alone[0] * (1 + LIMITS.gap) < alone[1] < alone[2]
 
 
 @settings(max_examples=3, deadline=None)
