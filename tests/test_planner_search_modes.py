@@ -35,7 +35,7 @@ from tests.planner_problems import problem_of_seed
 replace = msgspec.structs.replace
 QUICK = Limits(gap=0.05, seconds=10.0)
 WORK = Workload(256, 1, 512, 1024, 500.0)
-PPO = request(ppo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), workload=WORK)
+PPO = request(ppo(), "meta-llama/Llama-3.1-8B", cluster(devices=4, nodes=2), workload=WORK)
 ONE_MODEL = replace(PPO, models=dict.fromkeys(PPO.models, request(grpo()).model("train")))
 
 
@@ -99,9 +99,9 @@ def test_what_devices_lack_is_what_does_not_fit(block: int) -> None:
 
 
 def test_present_settings_are_priced_beside_the_best() -> None:
-    pins = {"actor_train": Pin(tp=8), "generate": Pin(tp=8)}
+    pins = {"actor_train": Pin(tp=4), "generate": Pin(tp=4)}
     mine = search(replace(PPO, pins=pins), QUICK)
-    assert mine.allocations["generate"].layout.tp == 8
+    assert mine.allocations["generate"].layout.tp == 4
     assert best().lower_bound_seconds <= mine.period_seconds
 
 
@@ -126,12 +126,12 @@ def test_more_devices_are_never_worse() -> None:
 
 
 def test_hints_are_searches_of_their_own() -> None:
-    asked = replace(PPO, pins={"generate": Pin(tp=8)})
+    asked = replace(PPO, pins={"generate": Pin(tp=4)})
     plan = search(asked, QUICK)
     texts = {hint.text: hint for hint in hints(asked, plan, QUICK)}
-    assert "32 devices" in texts
-    assert texts["32 devices"].gain > 0
-    assert texts["32 devices"].period_seconds == pytest.approx(plan.period_seconds / (1 + texts["32 devices"].gain))
+    assert "16 devices" in texts
+    assert texts["16 devices"].gain > 0
+    assert texts["16 devices"].period_seconds == pytest.approx(plan.period_seconds / (1 + texts["16 devices"].gain))
     assert any("batch.groups 512" in text for text in texts)
     assert any(text.startswith("staleness") for text in texts)
     free = texts.get("without pins and constraints")
