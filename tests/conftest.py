@@ -17,6 +17,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 
+gc.disable()  # until all tests are collected: nearly all of the many objects that imports make stay
+
 RANDOM = ("seed", "first", "block", "number")  # parameters that only number random cases
 MEASURED = 2
 
@@ -72,3 +74,4 @@ def pytest_collection_finish() -> None:
     """Every module is imported by now: the garbage collector need not walk over them again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()

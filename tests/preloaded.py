@@ -12,6 +12,7 @@ from tests.forked import LAST_PRELOADED
 _KINDS = ("qwen3", "llama", "gemma2", "qwen2", "gemma3", "mistral", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 _NETWORKS = tuple(f"transformers.models.{kind}.modeling_{kind}" for kind in _KINDS)
 PRELOAD = (
+    "tests.uncollected",
     "torch",
     "transformers",
     "transformers.models.auto.tokenization_auto",

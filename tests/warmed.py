@@ -18,3 +18,4 @@ with contextlib.redirect_stdout(io.StringIO()):
     app(["check", str(CHECKED)], standalone_mode=False)
 gc.collect()
 gc.freeze()  # children share these pages for longer
+gc.enable()  # it was disabled by tests.uncollected
