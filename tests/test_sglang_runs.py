@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.audit import judge_run
 from tests.runs import finish, home, logs, merged, records, start, write_run
 from tests.sglang_server import interpreter, servers_at
+from tests.test_engine_loss_runs import SLOW, lose_engine
+from tests.test_engine_replacement_runs import until_replaced
 from tests.test_evaluation_beside_runs import EVAL, write_held_out
 from tests.test_evaluation_beside_runs import RUN as BESIDE
 from tests.test_expert_runs import write_mixture
@@ -92,6 +95,34 @@ def test_a_run_outlives_its_server(home: Path, tmp_path: Path) -> None:
     assert run.wait() == 0, run.output() + logs(run.folder)
     steps = run.records()
     assert [step["step"] for step in steps] == list(range(12))
+    assert (run.folder / "logs" / "sglang-0.log").read_text().count("fired up") == 2
+    assert not servers_at(run.home)
+
+
+@pytest.mark.parametrize(("tp", "weights"), [(1, "broadcast"), (2, "disk")])
+def test_a_worker_that_is_killed_is_replaced_with_its_server(home: Path, tmp_path: Path, tp: int, weights: str) -> None:
+    """The new one reads the newest weights from disk, and its log-probabilities are the trainer's. The other's are
+    broadcast no more, since that is for all."""
+    name = f"worker-{tp}"
+    (home / "slow.py").write_text(SLOW)
+    cluster, rollout = {"devices": 2 * tp + 2}, {"first": 0, "devices": 2 * tp, "dp": 2, "tp": tp}
+    split = {"cluster": cluster, "allocation": {"rollout": rollout, "train": {"first": 2 * tp, "devices": 2}}}
+    more = {"calls": {"reward": {"fn": "slow:score", "timeout_seconds": 60}}, "runtime": {"verify_weights": 1}}
+    long = {"steps": 100_000, "outputs": {"audit": True}, "rollout": {"weights": weights}}
+    file = write_run(home, name, spec(home, tmp_path, staleness=1), split, more, long)
+    run = start(home, "run", str(file), name=name)
+    run.until_step(3)
+    lose_engine(home, run, name, tp - 1)
+    until_replaced(run, 1)
+    run.until_step(len(run.records()) + 4)
+    assert len(servers_at(run.home)) == 2
+    run.interrupt()
+    assert run.wait() == 130, run.output() + logs(run.folder)
+    assert judge_run(run.folder).problems == ()
+    steps = run.records()
+    assert steps[-1]["metrics"]["rollout/engines"] == 2.0
+    gaps = [value for step in steps for key, value in step["metrics"].items() if key.endswith("update_gap")]
+    assert len(gaps) >= 4 and max(gaps) < 1e-3
     assert (run.folder / "logs" / "sglang-0.log").read_text().count("fired up") == 2
     assert not servers_at(run.home)
 

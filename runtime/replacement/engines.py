@@ -11,7 +11,6 @@ import msgspec
 from msgspec.structs import replace
 
 from realgraph.graphs.errors import reason
-from realgraph.planner.request.engine_support import SGLANG_KIND
 from realgraph.runtime.commands.actions import EngineJoined
 from realgraph.runtime.commands.failures import workers_text
 from realgraph.runtime.job.job import Job
@@ -49,7 +48,6 @@ class EngineReplacements:
     def __init__(self, job: Job, workers: RunWorkers, joined: Callable[[EngineJoined], None], note: Note) -> None:
         self._job, self._joined, self._note = job, joined, note
         self._fleet, self._socket, self._boots, self._peers = workers
-        self.possible = job.rollout.engine != SGLANG_KIND
         self.n_started = 0  # engines
         self.ending: set[int] = set()  # workers whose processes end by our doing, and may begin anew
         self._processes: Counter[tuple[int, ...]] = Counter()  # that were started in each place of an engine
@@ -58,12 +56,12 @@ class EngineReplacements:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def lost(self, engine: tuple[int, ...]) -> None:
-        """An engine is lost, and the run goes on: end what is left of it, and begin to replace it, where that is
-        possible. engine: its workers, ascending."""
+        """An engine is lost, and the run goes on: end what is left of it, and begin to replace it, where the run allows
+        that. engine: its workers, ascending."""
         self.ending.update(engine)
         for worker in engine:
             await self._fleet.kill(worker)
-        if self.possible and self._job.rollout.replacements:
+        if self._job.rollout.replacements:
             task = asyncio.create_task(self._replace(engine))
             self._tasks.add(task)
 

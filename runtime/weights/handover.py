@@ -79,14 +79,14 @@ class WeightHandover:
         shapes: Mapping[str, tuple[int, ...]] | None,
     ) -> None:
         """Put a copy of this worker's share of the weights, in the place of that of an older version, where the engines
-        find it, and tell them. wants: what the workers of engines hold. shapes: of the whole weights, where their
-        checksums are to be compared."""
+        find it, and tell them. wants: what the workers of engines take; those that take nothing are told nothing.
+        shapes: of the whole weights, where their checksums are to be compared."""
         call = work.call
         values = [part.values.detach().to("cpu").contiguous() for part in parts]
         self.withdraw(call)
         self._store.put(_key(call), range(len(parts)), values)
         told = tuple([(part.name, part.box.start, part.box.shape) for part in parts])
-        for receiver in work.joined:
+        for receiver in work.joined.keys() & wants.keys():
             sums = b"" if shapes is None else _sums(_common(parts, wants[receiver]), shapes)
             self.mail.send(receiver, _key(call), msgspec.msgpack.encode(GivenWeights(work.version, told, sums)))
 

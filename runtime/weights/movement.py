@@ -11,13 +11,15 @@ from typing import NamedTuple
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.inputs.model_spec import Head, ModelSpec, spec_from_config
+from realgraph.planner.plan.axes import head_worker
 from realgraph.planner.plan.layout import Layout
+from realgraph.planner.request.engine_support import SGLANG_KIND
 from realgraph.runtime.engine import Parts, RolloutEngine, TrainEngine, WeightSpec
 from realgraph.runtime.job.engine_loss import expendable_workers
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.models.weights import read_config, resolve
 from realgraph.runtime.parallel.checksums import Checksums
-from realgraph.runtime.parallel.cuts import layout_boxes
+from realgraph.runtime.parallel.cuts import Box, layout_boxes
 from realgraph.runtime.parallel.exchange import Reallocation, WeightPart, WorkerParts, reallocation
 from realgraph.runtime.parallel.groups import Collectives
 from realgraph.runtime.parallel.mapped import MappedRoute
@@ -130,10 +132,14 @@ class Movement:
         return handover.fetch(work, shapes, dtype, self._shares_of(work.role, trained, shapes), wants)
 
     def _wanted(self, work: Reallocate, shapes: Mapping[str, tuple[int, ...]]) -> Holdings:
-        """The boxes that each worker of a call holds of the weights."""
+        """The boxes that each worker of a call takes of the weights: those that it holds, or all for its server."""
         if work.call not in self._wants:
             layout, in_order = self._job.plan.allocations[work.call].layout, dict(sorted(shapes.items()))
-            self._wants[work.call] = layout_boxes(in_order, layout, self._model_of(work.role))
+            if self._job.rollout.engine == SGLANG_KIND:
+                whole = {name: Box((0,) * len(shape), shape) for name, shape in in_order.items()}
+                self._wants[work.call] = {head_worker(layout, rank): whole for rank in range(layout.dp)}
+            else:
+                self._wants[work.call] = layout_boxes(in_order, layout, self._model_of(work.role))
         return self._wants[work.call]
 
     def _shares_of(self, role: str, trained: Layout, shapes: Mapping[str, tuple[int, ...]]) -> Shares:

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
+from msgspec.structs import replace
 
 from realgraph.graphs.applied import applied_of
 from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS
@@ -73,9 +74,8 @@ class Roles:
         # trained role -> references that follow it, with their layouts
         self._averaged: dict[str, list[tuple[Layout, TrainEngine]]] = {}
         self.saved: dict[str, TrainEngine] = {}
-        self._changing: list[
-            tuple[str, TrainEngine | RolloutEngine]
-        ] = []  # copies of the roles that a checkpoint holds
+        # copies of the roles that a checkpoint holds
+        self._changing: list[tuple[str, TrainEngine | RolloutEngine]] = []
         self._kept: dict[str, Snapshot] = {}
         self._keeping = threading.Lock()
         self._movement = Movement(job, worker, collectives, self.trained)
@@ -90,6 +90,7 @@ class Roles:
             name: ServedCall(job, name, self._trained_layouts[job.graph.role(name)], collectives, self._movement)
             for name in job.graph.generates
             if job.rollout.engine == SGLANG_KIND and job.graph.role(name) in self._trained_layouts
+            if not collectives.member.engine  # one that stands for a lost worker fetches what its server needs
         }
         # generate calls that read the weights of a train engine, on whatever workers
         self._reads_trained = {name for copy in role_copies if self._packed(copy) is not None for name in copy.calls}
@@ -355,19 +356,18 @@ class Roles:
         role, call, version = work.role, work.call, work.version
         engine, rollout = self._in_place.get(call) or self.engines.get(call), self.rollouts.get(call)
         owner = self.trained[role] if self._worker in work.owners else None
-        if call in self._served:
-            assert rollout is None or isinstance(rollout, SglangEngine)
-            return self._served[call].update(work, owner, rollout)
-        source = owner or engine or rollout
-        assert source is not None, "neither an owner nor a receiver"
         if self._worker in work.joined:
-            assert rollout is not None, "a worker that only generates"
-            return self._fetch(work, rollout)
+            return self._fetch(work, rollout) if rollout is not None else ArrivedBytes()  # a server is its head's
         if owner is not None:
             self._movement.hand_over(self.handover, work, self._trained_layouts[role])
         layout, receivers = self._job.plan.allocations[call].layout, frozenset(work.receivers).difference(work.joined)
         if not receivers:
             return ArrivedBytes()
+        if call in self._served:
+            assert rollout is None or isinstance(rollout, SglangEngine)
+            return self._served[call].update(replace(work, receivers=tuple(sorted(receivers))), owner, rollout)
+        source = owner or engine or rollout
+        assert source is not None, "neither an owner nor a receiver"
         some = None if receivers == set(layout.mesh.devices) else receivers
         between = Between(role, (self._trained_layouts[role], layout), some)
         receives = self._worker in receivers
@@ -386,7 +386,7 @@ class Roles:
         return moved.arrived
 
     def _fetch(self, work: Reallocate, rollout: RolloutEngine) -> ArrivedBytes:
-        """Bring the trained weights to an engine in no process group, which stands for a lost one."""
+        """Bring the trained weights to an engine that stands for a lost one, in no group with those who train."""
         fetched = self._movement.handed(self.handover, work, self._trained_layouts[work.role], rollout)
         rollout.prepare(fetched.parts)
         rollout.switch(work.version, self._cache)
