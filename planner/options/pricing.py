@@ -326,7 +326,7 @@ def factors_of(request: PlanRequest, cluster: Cluster) -> EfficiencyFactors | No
     return request.costs.factors if request.costs.kind in ("", cluster.kind) else None
 
 
-def _measured_there(request: PlanRequest, layout: Layout) -> CostTable:
+def measured_there(request: PlanRequest, layout: Layout) -> CostTable:
     """The measured costs where they speak of the kind of device that a layout lies on; else none."""
     if request.costs.kind and request.cluster.more:
         group = request.cluster.groups[group_of(request.cluster, layout.mesh.first)]
@@ -343,7 +343,7 @@ def corrected(request: PlanRequest, call: str, candidate: CallOption, timing: Ti
     if measured is not None:
         return Timing(measured[0], measured[0], timing.running, measured[1])
     phase = phase_of(request.graph.calls[call])
-    factor = _measured_there(request, candidate.layout).phases.get(phase, PhaseFactor())
+    factor = measured_there(request, candidate.layout).phases.get(phase, PhaseFactor())
     seconds = factor.factor * (timing.seconds + more) + factor.constant_seconds
     rest = timing.latency - timing.whole * timing.seconds
     latency = timing.whole * seconds + factor.factor * (rest + more) + factor.constant_seconds
@@ -364,7 +364,7 @@ def is_measured(request: PlanRequest, call: str, candidate: CallOption) -> bool:
 
 def _measured(request: PlanRequest, call: str, candidate: CallOption) -> tuple[float, float] | None:
     """The measured seconds and error of exactly this call, None where there are none."""
-    calls = _measured_there(request, candidate.layout).calls
+    calls = measured_there(request, candidate.layout).calls
     now = {**candidate.settings, "devices": candidate.layout.mesh.n_devices} if calls else {}
     for measured in calls:
         ran = measured.call == call and all(getattr(measured, name) == now[name] for name in MEASURED_SETTINGS)
@@ -385,16 +385,3 @@ def offloading_seconds(request: PlanRequest, call: str, candidate: CallOption, c
 def states_of(request: PlanRequest, call: str, layout: Layout, cluster: Cluster) -> Footprint:
     """Bytes of a copy that wait in host memory where it is offloaded."""
     return replace(copy_of(request, call, layout, cluster), gradients=0)
-
-
-def host_seconds(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of a priced call in which its states come from the host, and in which they go there and back.
-
-    0 where the call itself was measured, and on a CPU: a copy takes its cores and memory from what runs beside.
-    """
-    both = offloading_seconds(request, call, candidate, cluster)
-    if not both or cluster.is_cpu or is_measured(request, call, candidate):
-        return 0.0, 0.0
-    kind = request.graph.calls[call]
-    both *= _measured_there(request, candidate.layout).phases.get(phase_of(kind), PhaseFactor()).factor
-    return (both / 2 if isinstance(kind, Train) else both), both

@@ -7,14 +7,17 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from realgraph.graphs.spec import Generate
-from realgraph.planner.options.calls import free_seconds
+from realgraph.graphs.spec import Generate, Train
+from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.options.calls import free_seconds, phase_of
 from realgraph.planner.options.holdings import bound_of, candidate_of, group_for
-from realgraph.planner.options.pricing import host_seconds
+from realgraph.planner.options.pricing import is_measured, measured_there, offloading_seconds
 from realgraph.planner.options.tables import device_bytes
 from realgraph.planner.plan.events import event_graph, period
+from realgraph.planner.plan.option import CallOption
 from realgraph.planner.plan.plan import Allocation, Plan
 from realgraph.planner.plan.prefetch import call_before
+from realgraph.planner.request.cost_table import PhaseFactor
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.streams import starts_of
 
@@ -65,3 +68,16 @@ def prefetch_priced(request: PlanRequest, allocations: Mapping[str, Allocation])
         else own
         for name, own in allocations.items()
     }
+
+
+def host_seconds(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of a priced call in which its states come from the host, and in which they go there and back.
+
+    0 where the call itself was measured, and on a CPU: a copy takes its cores and memory from what runs beside.
+    """
+    both = offloading_seconds(request, call, candidate, cluster)
+    if not both or cluster.is_cpu or is_measured(request, call, candidate):
+        return 0.0, 0.0
+    kind = request.graph.calls[call]
+    both *= measured_there(request, candidate.layout).phases.get(phase_of(kind), PhaseFactor()).factor
+    return (both / 2 if isinstance(kind, Train) else both), both
