@@ -37,10 +37,10 @@ from realgraph.planner.costs.spread import regimes_of
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.devices import device_kind
 from realgraph.planner.inputs.model_spec import ModelSpec, known_models
-from realgraph.planner.options.period_error import calls_error
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.request.request import PlanRequest
+from realgraph.planner.search.period_error import calls_error
 
 CHAT_METRIC = "ppo_epoch_time_1024_prompts"
 PHASES = ("generate", "inference", "e2e", "weight_sync")

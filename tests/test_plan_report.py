@@ -18,7 +18,6 @@ from realgraph.plan.view.gantt import MOST_LANES, Gantt, lane_text
 from realgraph.plan.view.table import SHADES, allocation_table, memory, mesh_picture
 from realgraph.planner.costs.memory.memory import usable_bytes
 from realgraph.planner.costs.spread import SPREADS, half_width
-from realgraph.planner.options.period_error import calls_error, period_bar
 from realgraph.planner.plan.events import period
 from realgraph.planner.plan.plan import Hashes, Plan, Turn
 from realgraph.planner.report.content import Report, report_of
@@ -32,6 +31,7 @@ from realgraph.planner.report.text import bound_text, pipelines_text, table_lege
 from realgraph.planner.report.trace import trace_json
 from realgraph.planner.request.constraints import Constraints
 from realgraph.planner.request.request import PlanRequest
+from realgraph.planner.search.period_error import calls_error, period_bar
 from realgraph.planner.search.search import events_of
 from realgraph.screen.terminal import Terminal
 from tests.plan_reports import colocated, everything, finished, overlapping

@@ -22,8 +22,9 @@ from realgraph.planner.costs.memory.memory import Footprint, usable_bytes
 from realgraph.planner.feasibility.diagnose import Infeasible
 from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.options.choices import candidates
+from realgraph.planner.options.footprints import holding
 from realgraph.planner.options.holdings import bound_of, margin_of, peak_of
-from realgraph.planner.options.pricing import holding, options_of
+from realgraph.planner.options.pricing import options_of
 from realgraph.planner.options.tables import device_bytes
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.plan.plan import Plan

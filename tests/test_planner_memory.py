@@ -10,7 +10,7 @@ from realgraph.planner.costs.memory import memory
 from realgraph.planner.costs.memory.memory import DType, Recompute, Running
 from realgraph.planner.costs.memory.terms import PREFILL_TOKENS
 from realgraph.planner.inputs.model_spec import LatentAttention, ModelSpec
-from realgraph.planner.options.pricing import copy_of
+from realgraph.planner.options.footprints import copy_of
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.request.engine_support import run_support
 from realgraph.planner.request.request import at_staleness

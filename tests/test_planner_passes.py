@@ -20,8 +20,8 @@ from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.options.calls import input_bytes, input_seconds, train_work
 from realgraph.planner.options.choices import candidates
+from realgraph.planner.options.footprints import holding
 from realgraph.planner.options.passes import schedule_fault
-from realgraph.planner.options.pricing import holding
 from realgraph.planner.plan.layout import DeviceMesh, Layout, Recompute, Schedule
 from realgraph.planner.plan.option import PLAIN, CallOption
 from realgraph.planner.plan.problem import Limits

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.inputs.cluster import ClusterSpec
 from realgraph.planner.inputs.detect import resolve
+from realgraph.planner.options.footprints import holding
 from realgraph.planner.options.holdings import active_of, candidate_of, group_for, held_copies
-from realgraph.planner.options.pricing import holding
 from realgraph.planner.options.tables import device_bytes
 from realgraph.planner.plan.events import period
 from realgraph.planner.plan.layout import DeviceMesh, Layout

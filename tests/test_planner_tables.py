@@ -15,10 +15,11 @@ from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.options.calls import is_trained, microbatches_of
 from realgraph.planner.options.choices import candidates
 from realgraph.planner.options.couplings import free_floor, precedences
+from realgraph.planner.options.footprints import copy_of, holding
 from realgraph.planner.options.meshes import group_of
 from realgraph.planner.options.moves import Place, longest_moves, move_matrix
 from realgraph.planner.options.passes import schedule_fault
-from realgraph.planner.options.pricing import copy_of, holding, options_of
+from realgraph.planner.options.pricing import options_of
 from realgraph.planner.options.pruning import TableRows, kept_rows
 from realgraph.planner.options.tables import problem_of
 from realgraph.planner.plan.events import Dependency, EventGraph, event_graph, period

@@ -22,9 +22,9 @@ from benchmarks.published_errors import (
 from realgraph.planner.costs.spread import BAR_SHARE, SPREADS, SpreadPhase, SpreadRegime, bar_of, half_width
 from realgraph.planner.inputs.devices import device_kind
 from realgraph.planner.inputs.workload import Workload
-from realgraph.planner.options.period_error import calls_error, period_bar, period_error
 from realgraph.planner.plan.codec import plan_from_json, plan_to_json
 from realgraph.planner.request.cost_table import CostTable, Phase, PhaseFactor
+from realgraph.planner.search.period_error import calls_error, period_bar, period_error
 from realgraph.planner.search.search import reprice, search
 from tests.planner_cases import cluster, grpo, request
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from realgraph.graphs.errors import Where
 from realgraph.planner.inputs.model_spec import spec_from_config
-from realgraph.planner.options.pricing import copy_of
+from realgraph.planner.options.footprints import copy_of
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.request.request import at_staleness
 from realgraph.runtime.engine import Request, RolloutLimits

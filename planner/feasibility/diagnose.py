@@ -13,9 +13,9 @@ from realgraph.planner.feasibility.changes import Change, Series, changes, combi
 from realgraph.planner.feasibility.conflicts import Constraint, constraints_of
 from realgraph.planner.options.choices import candidates
 from realgraph.planner.options.constraints import constraint_problems, named_meshes
+from realgraph.planner.options.footprints import holding
 from realgraph.planner.options.holdings import allocation_of, group_for, held_copies, margin_of, peak_of
 from realgraph.planner.options.meshes import family
-from realgraph.planner.options.pricing import holding
 from realgraph.planner.options.tables import Known, allowed, device_bytes, problem_of
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.option import CallOption

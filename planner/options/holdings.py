@@ -11,8 +11,8 @@ from realgraph.planner.costs.memory.memory import Footprint
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.options.calls import is_trained, stays_beside
 from realgraph.planner.options.couplings import train_calls
+from realgraph.planner.options.footprints import Holding, holding, states_of
 from realgraph.planner.options.meshes import group_of
-from realgraph.planner.options.pricing import Holding, holding, states_of
 from realgraph.planner.plan.layout import DeviceMesh, Layout, Stages
 from realgraph.planner.plan.option import CallOption, Residency
 from realgraph.planner.plan.plan import Allocation

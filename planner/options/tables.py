@@ -18,9 +18,10 @@ from realgraph.planner.options.calls import free_seconds, is_trained, stages_wei
 from realgraph.planner.options.choices import candidates
 from realgraph.planner.options.constraints import named_meshes, server_meshes
 from realgraph.planner.options.couplings import free_floor, moves_of, precedences, readers, ties_of, train_calls
+from realgraph.planner.options.footprints import copy_of
 from realgraph.planner.options.meshes import Family, family
 from realgraph.planner.options.moves import Moves, Place, longest_moves
-from realgraph.planner.options.pricing import PricedOption, Timed, copy_of, options_of
+from realgraph.planner.options.pricing import PricedOption, Timed, options_of
 from realgraph.planner.options.pruning import TableRows, kept_rows
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.problem import Ints, OptionTable, SearchProblem, SearchTask

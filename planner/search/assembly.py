@@ -19,7 +19,6 @@ from realgraph.planner.options.holdings import (
 )
 from realgraph.planner.options.meshes import group_of
 from realgraph.planner.options.moves import Place, move_matrix, transport_of
-from realgraph.planner.options.period_error import period_bar
 from realgraph.planner.options.pricing import PricedOption, options_of
 from realgraph.planner.options.tables import PreparedProblem
 from realgraph.planner.plan.events import EventGraph, event_graph, period
@@ -27,6 +26,7 @@ from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.plan import Allocation, Plan, Transport, Turn
 from realgraph.planner.plan.problem import Choice, Solution
 from realgraph.planner.request.request import PlanRequest, hashes
+from realgraph.planner.search.period_error import period_bar
 from realgraph.planner.search.prefetch import prefetch_priced, with_prefetches
 from realgraph.planner.search.streams import starts_of, steady_state
 from realgraph.planner.solve.solver import orders
