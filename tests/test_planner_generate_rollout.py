@@ -6,12 +6,15 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from benchmarks.published_generation import rollout_variants
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.generate.decode import DecodeStep, decode_step
 from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds, prefill_seconds
+from realgraph.planner.costs.generate.refined import IntervalCuts, Window
 from realgraph.planner.costs.generate.rollout import (
     Stream,
     Variant,
@@ -197,6 +200,34 @@ def test_no_stream_is_better_than_the_offer_that_stands_for_it(staleness: int, s
         best = min(period(one, staleness, train) for one in streams(stream_of(point, work)))
         assert bound <= best * (1 + 1e-9)
         assert bound > 0.9 * best
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    staleness=st.sampled_from([1, 2, 4]),
+    slots=st.sampled_from([48, 96, 512]),
+    groups=st.sampled_from([1, 8]),
+    load=st.floats(0.05, 1.2),
+    above=st.floats(1e-6, 0.1),
+)
+def test_cut_intervals_bound_every_stream_of_a_faster_plan_and_bound_it_closely(
+    staleness: int, slots: int, groups: int, load: float, above: float
+) -> None:
+    """load: seconds of training over those of generating a batch as a whole. above: of the known plan over the best."""
+    point, work = setting(4), GenerateWork(2048, groups, 256.0, 600.0, 4096, slots)
+    train = load * generate_seconds(point, work)
+    offers, cuts = offered_variants(point, work, staleness), IntervalCuts(point, work, staleness)
+    best = min(period(one, staleness, train) for one in streams(stream_of(point, work)))
+    known_period = best * (1 + above)
+    window = Window(known_period, train, 1 + staleness, ((4, known_period),))
+    waits = [(one.latency_periods, one.remainder_seconds) for one in offers]
+    kept = [i for i, one in enumerate(offers) if window.has(4, one.seconds, waits[i])]
+    parts = [part for i in kept for part in cuts.parts(i)]
+    wide, bound = (min(period(one, staleness, train) for one in rows) for rows in (offers, parts))
+    assert len(cuts) == len(offers)
+    assert wide <= bound * (1 + 1e-9) and bound <= best * (1 + 1e-9)
+    assert bound > 0.985 * best
+    assert not any(window.has(n, 0.0, (0, 0.0)) for n in (1, 2, 8))
 
 
 def test_a_bound_that_admits_more_is_never_slower() -> None:

@@ -16,7 +16,7 @@ from realgraph.planner.plan.problem import Choice, Limits, SearchProblem, Soluti
 from realgraph.planner.search.baselines import colocated, real_heuristic
 from realgraph.planner.solve.kernels.compiled import entry
 from realgraph.planner.solve.kernels.instance import instance_of
-from realgraph.planner.solve.solver import evaluate, orders, solve
+from realgraph.planner.solve.solver import evaluate, most_seconds, orders, solve
 from tests.planner_oracles import brute_force, every_choice, fits, least_period, nodes_of, ties_hold, violations
 from tests.planner_problems import Size, problem_of_seed
 
@@ -226,3 +226,31 @@ def test_kept_code_that_names_a_tuple_of_another_version_is_compiled_anew() -> N
     finally:
         for kept in index.parent.glob(f"{index.stem}*"):
             kept.unlink()
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_no_choice_below_a_period_takes_a_task_longer_than_the_bound_leaves_it(block: int) -> None:
+    """Choices of small problems that differ from the best in one task, and the best; some of the bounds are close."""
+    looked_at, closest = 0, float("inf")
+    for seed in range(10 * block, 10 * (block + 1)):
+        problem = problem_of_seed(seed)
+        best = brute_force(problem)
+        if best is None:
+            continue
+        rng = random.Random(seed)
+        limit = best.period * rng.choice((1 + 1e-6, 1.1, 1.5))
+        most = {task.name: most_seconds(problem, task.name, limit) for task in problem.tasks}
+        others = (some_choices(problem, rng.randrange(1 << 30)) for _ in range(100))
+        near = [best.choices]
+        near += [{**best.choices, n: one} for choices in others for n, one in choices.items()]
+        for choices in near:
+            found = evaluate(problem, choices)
+            if found is None or found.period > limit * (1 - 1e-9):
+                continue
+            for task in problem.tasks:
+                choice = choices[task.name]
+                seconds = float(problem.tables[task.tables[choice.mesh]].seconds[choice.option])
+                room = most[task.name].get(problem.meshes[choice.mesh].n_devices, 0.0)
+                assert seconds <= room * (1 + 1e-7), (seed, task.name)
+                looked_at, closest = looked_at + 1, min(closest, room / max(seconds, 1e-9))
+    assert looked_at > 20 and closest < 1.5

@@ -4,13 +4,14 @@ How much a stream of generation has in flight depends on the whole plan, and so 
 Its rows are bounds: no stream within the interval of a row is faster or has a shorter latency.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from msgspec import Struct
 
 from realgraph.graphs.spec import Generate, Train
 from realgraph.planner.costs.compute.move import offload_seconds
+from realgraph.planner.costs.generate.refined import IntervalCuts, Window
 from realgraph.planner.costs.generate.rollout import Stream, Variant, offered_variants, stream_of
 from realgraph.planner.costs.memory import memory
 from realgraph.planner.costs.setting import Setting
@@ -38,6 +39,8 @@ from realgraph.planner.request.cost_table import CostTable, MeasuredCall, PhaseF
 from realgraph.planner.request.request import PlanRequest, call_hashes
 
 MEASURED_SETTINGS = ("devices", *(name for name in MeasuredCall.__struct_fields__ if name in SETTINGS))  # what was run
+Caches = Literal["", "kept", "given up", "training"]
+CACHES: dict[bool, tuple[Caches, ...]] = {False: ("",), True: ("kept", "given up", "training")}  # by `careful`
 ELSEWHERE_BYTES = 1 << 50  # bytes that no device has: what reads the trained copy in place fits nowhere else
 
 
@@ -65,7 +68,7 @@ class Timing(Struct, frozen=True):
     whole: int = 0  # of a stream, how many of its own `seconds` are part of `latency`
     # where a paused stream's caches are told apart: `kept` for good, `given up` and computed anew at a price, or for
     # `training` on this mesh alone
-    caches: Literal["", "kept", "given up", "training"] = ""
+    caches: Caches = ""
 
 
 Run = tuple[Layout, int, tuple[Recompute, Schedule, int]]  # what is computed, wherever the weights wait
@@ -77,9 +80,11 @@ class Timed(Struct, frozen=True):
 
     least: float = 0.0  # no plan has a shorter period, as far as is known
     careful: bool = False  # rows of streams tell what becomes of their caches where other calls share the mesh
+    window: Window | None = None  # outside which no intervals of streams are wanted; those within are cut finer
     room: int | None = None  # bytes of an empty device, None: those of the cluster's kind
     memory_only: bool = False  # every run takes a second: whether it fits is all that is asked
     timings: dict[Run, tuple[Timing, ...]] = {}
+    refined: dict[tuple[Run, int], tuple[Timing, ...]] = {}  # of intervals, by their numbers in `timings`, cut finer
     running: dict[Run, tuple[int, int]] = {}  # bytes that it adds, and the margin
     waiting: dict[tuple[Layout, Residency], tuple[int, int, int, int]] = {}  # resident, active, shared and host bytes
     inputs: dict[int, float] = {}
@@ -133,10 +138,17 @@ def _timings(
     key, ranks = (candidate.layout, candidate.tokens, candidate.passes), candidate.layout.dp
     if key not in known.timings:
         known.timings[key] = formula_timings(request, call, candidate, cluster, known.careful)
+    timings = known.timings[key]
     if ranks not in known.inputs:
         known.inputs[ranks] = input_seconds(request, call, candidate.layout, cluster)
     more = known.inputs[ranks] + _beside_seconds(request, call, candidate, cluster)
-    for base in known.timings[key]:
+    if known.window is not None:
+        kept = tuple(i for i, one in enumerate(timings) if _within(known.window, request, call, candidate, (one, more)))
+        missing = [number for number in kept if (key, number) not in known.refined]
+        parts = _refined(request, call, candidate, cluster, (known.careful, missing))
+        known.refined.update(((key, number), cut) for number, cut in zip(missing, parts, strict=True))
+        timings = tuple(one for number in kept for one in known.refined[key, number])
+    for base in timings:
         yield base, corrected(request, call, candidate, base, more)
 
 
@@ -181,13 +193,38 @@ def _stream_timings(
     work = generate_work(request, call, candidate)
     setting = _setting(request, call, candidate, cluster)
     free = offered_variants(setting, work, request.workload.staleness)
-    sorts: list[tuple[Literal["", "kept", "given up", "training"], tuple[Variant, ...]]] = [("", free)]
-    if careful:
-        paused = offered_variants(setting, work, request.workload.staleness, paused=True)
-        sorts = [("kept", free), ("given up", paused), ("training", free)]
-    for caches, variants in sorts:
-        for one in variants:
-            yield Timing(one.seconds, one.latency_seconds, one.running, whole=one.latency_periods, caches=caches)
+    paused = offered_variants(setting, work, request.workload.staleness, paused=True) if careful else ()
+    for caches in CACHES[careful]:
+        yield from (_timing(one, caches) for one in (paused if caches == "given up" else free))
+
+
+def _refined(
+    request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster, asked: tuple[bool, Sequence[int]]
+) -> list[tuple[Timing, ...]]:
+    """Timings of the parts of some intervals. asked: `careful`, and the intervals' numbers in `_stream_timings`."""
+    careful, numbers = asked
+    if not numbers:
+        return []
+    setting, work = _setting(request, call, candidate, cluster), generate_work(request, call, candidate)
+    cut, sorts = IntervalCuts(setting, work, request.workload.staleness), CACHES[careful]
+    return [
+        tuple(
+            _timing(one, sorts[number // len(cut)])
+            for one in cut.parts(number % len(cut), sorts[number // len(cut)] == "given up")
+        )
+        for number in numbers
+    ]
+
+
+def _within(
+    window: Window, request: PlanRequest, call: str, candidate: CallOption, timed: tuple[Timing, float]
+) -> bool:
+    one = corrected(request, call, candidate, *timed)
+    return window.has(candidate.layout.mesh.n_devices, one.seconds, (one.whole, one.latency - one.whole * one.seconds))
+
+
+def _timing(one: Variant, caches: Caches = "") -> Timing:
+    return Timing(one.seconds, one.latency_seconds, one.running, whole=one.latency_periods, caches=caches)
 
 
 def candidate_stream(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> Stream:
@@ -199,8 +236,7 @@ def candidate_stream(request: PlanRequest, call: str, candidate: CallOption, clu
 def stream_timing(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster, variant: Variant) -> Timing:
     """Timing of one stream of a generate call, as `options_of` prices its rows."""
     more = input_seconds(request, call, candidate.layout, cluster) + _beside_seconds(request, call, candidate, cluster)
-    formula = Timing(variant.seconds, variant.latency_seconds, variant.running, whole=variant.latency_periods)
-    return corrected(request, call, candidate, formula, more)
+    return corrected(request, call, candidate, _timing(variant), more)
 
 
 def _beside_seconds(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> float:

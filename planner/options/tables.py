@@ -12,6 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.graphs.spec import Train
+from realgraph.planner.costs.generate.refined import Window
 from realgraph.planner.costs.memory.memory import usable_bytes
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.options.calls import free_seconds, is_trained, stages_weights, streams
@@ -54,17 +55,28 @@ class Known(Struct, frozen=True, eq=False):
     memory_only: bool = False  # see Timed: tables for a question of memory alone
 
 
+class StreamRows(Struct, frozen=True):
+    """The rows that are asked for of calls that stream.
+
+    least: a bound of every plan's period, on which latencies depend. careful: rows tell what becomes of caches when
+    streams are paused; else every row is a bound. window: of streams in plans faster than one that is known.
+    """
+
+    least: float = 0.0
+    careful: bool = False
+    window: Window | None = None
+
+
 def problem_of(
-    request: PlanRequest, whole: str = "", least: float = 0.0, careful: bool = False, known: Known | None = None
+    request: PlanRequest, whole: str = "", asked: "StreamRows | None" = None, known: Known | None = None
 ) -> PreparedProblem:
     """The whole search problem of a request. Pins and constraints must be sound: see `constraints.constraint_problems`.
 
-    whole: a call of which every option that fits is kept, for explanations. least: a bound of every plan's period, on
-    which the latencies of streams depend. careful: streams tell what becomes of their caches when they are paused; else
-    every row is a bound. known: of other problems of the same request.
+    whole: a call of which every option that fits is kept, for explanations. known: of other problems of the same
+    request.
     """
     mesh_family = family(request.cluster, request.constraints.reserve, named_meshes(request))
-    made = _Tables(request, mesh_family, whole, (least, careful), known or Known())
+    made = _Tables(request, mesh_family, whole, asked or StreamRows(), known or Known())
     by_call = {call: made.on_meshes(call) for call in _readers_first(request)}
     wanted = sorted({mesh for numbers in by_call.values() for mesh in numbers})
     number = {mesh: i for i, mesh in enumerate(wanted)}
@@ -133,11 +145,9 @@ def node_bytes(request: PlanRequest, group: Cluster) -> int:
 class _Tables:
     """Builds each (call, group, size) once. layouts: numbers of equal layouts, offloaded trained states apart."""
 
-    def __init__(
-        self, request: PlanRequest, mesh_family: Family, whole: str, asked: tuple[float, bool], known: Known
-    ) -> None:
+    def __init__(self, request: PlanRequest, mesh_family: Family, whole: str, asked: StreamRows, known: Known) -> None:
         self._request, self._family, self._whole, self._known = request, mesh_family, whole, known
-        self._least, self._careful = asked
+        self._asked = asked
         self._made: dict[Key, int | None] = {}
         self.tables: list[tuple[PricedOption, ...]] = []
         self.layouts: dict[tuple[object, ...], int] = {}
@@ -185,10 +195,11 @@ class _Tables:
         mesh, room = DeviceMesh(request.cluster.first_of(group), size), usable_bytes(cluster)
         timed = Timed(room=room, memory_only=self._known.memory_only)
         if streaming:
+            rows = self._asked
             shared = self._known.streams.setdefault(
-                (key, staleness, self._careful), replace(timed, careful=self._careful)
+                (key, staleness, rows.careful), replace(timed, careful=rows.careful)
             )
-            timed = replace(shared, least=self._least)
+            timed = replace(shared, least=rows.least, window=rows.window)
         priced = [
             option
             for candidate in candidates(

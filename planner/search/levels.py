@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.planner.options.tables import Known, PreparedProblem, problem_of
+from realgraph.planner.options.tables import Known, PreparedProblem, StreamRows, problem_of
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.plan.problem import Limits, Solution, Stopped, Unsolved
 from realgraph.planner.request.request import PlanRequest, at_staleness
 from realgraph.planner.search.assembly import plan_of
 from realgraph.planner.search.baselines import rule_solutions
 from realgraph.planner.search.streams import streams
+from realgraph.planner.search.window import window_of
 from realgraph.planner.solve.solver import solve
 
 RETRIED_GAP = 0.01  # of a gap: a plan of streams that is worse than its bound by more is tried in other ways
@@ -91,36 +92,42 @@ def _level(prepared: PreparedProblem, limits: Limits, known: Known, known_period
 def _of_streams(first: Found, limits: Limits, known: Known, known_period: float) -> Level:
     """The best of what the search finds on tables that are a bound and of the rules; where it is much worse than the
     bound, also of what the search finds on tables that are right for plans as slow as that, which bound nothing."""
-    tried, least = [first], 0.0
-    while tried[-1].solution.stopped == "proven" and tried[-1].solution.bound > least * (1 + limits.gap / 2):
-        least = tried[-1].solution.bound
-        again = _again(first, (least, False), _left(limits, tried), known)
+    tried, bound, least = [first], first.solution.bound, 0.0
+    while bound > least * (1 + limits.gap / 2) and tried[-1].solution.stopped == "proven":
+        least = bound
+        window = window_of(first.prepared, min(known_period, _best(tried).plan.period_seconds))
+        again, proven = _again(first, StreamRows(least, window=window), _left(limits, tried), known)
+        bound = max(bound, min(proven, window.period))
         if again is None:
             break
         tried.append(again)
-    bound = tried[-1].solution.bound
     if bound < known_period:
-        for prepared, solution in rule_solutions(tried[-1].prepared, _left(limits, tried)):
+        for prepared, solution in rule_solutions(first.prepared, _left(limits, tried)):
             tried.append(Found(prepared, solution, plan_of(prepared, solution)))
         for careful in (False, True):
             period = _best(tried).plan.period_seconds
             if period <= bound * (1 + max(RETRIED_GAP, limits.gap)):
                 break
-            again = _again(first, (period, careful), _left(limits, tried), known)
+            window = window_of(first.prepared, period)
+            again, _ = _again(first, StreamRows(period, careful, window), _left(limits, tried), known)
             tried += [] if again is None else [again]
     spent = sum(one.solution.seconds for one in tried)
     nodes = sum(one.solution.nodes for one in tried)
     return Level(_best(tried), bound, first.solution.stopped, spent, nodes)
 
 
-def _again(first: Found, tables: tuple[float, bool], limits: Limits, known: Known) -> Found | None:
-    """Searched on tables for a least period, careful or not; None where time did not last."""
-    least, careful = tables
-    prepared = problem_of(first.prepared.request, least=least, careful=careful, known=known)
+def _again(first: Found, rows: StreamRows, limits: Limits, known: Known) -> tuple[Found | None, float]:
+    """Searched on other tables: a plan, None where there is none or time did not last, and a bound of all plans that
+    have rows there."""
+    prepared = problem_of(first.prepared.request, asked=rows, known=known)
+    if not all(task.tables for task in prepared.problem.tasks):
+        return None, float("inf")
     solution = solve(prepared.problem, limits)
-    if not isinstance(solution, Solution) or solution.stopped != "proven":
-        return None
-    return Found(prepared, solution, plan_of(prepared, solution))
+    if isinstance(solution, Unsolved):
+        return None, float("inf") if solution.proven else 0.0
+    if solution.stopped != "proven":
+        return None, 0.0
+    return Found(prepared, solution, plan_of(prepared, solution)), solution.bound
 
 
 def _best(tried: Sequence[Found]) -> Found:

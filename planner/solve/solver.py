@@ -34,3 +34,11 @@ def orders(problem: SearchProblem, solution: Solution) -> dict[int, tuple[Turn, 
     from realgraph.planner.solve import evaluate as compiled
 
     return compiled.orders(problem, solution)
+
+
+def most_seconds(problem: SearchProblem, name: str, period: float) -> dict[int, float]:
+    """Devices of a mesh -> the most seconds that a task may take there in a plan of less than `period`; no entry where
+    there is no such plan."""
+    from realgraph.planner.solve import room
+
+    return room.most_seconds(problem, name, period)

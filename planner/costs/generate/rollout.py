@@ -156,10 +156,10 @@ def variant_of(stream: Stream, between: float, paused: bool = False) -> Variant:
     paused: calls that read a batch take the mesh and the memory of its caches as soon as it is complete, besides the
     update: a second interruption.
     """
-    return _variants(stream, (between,), paused)[0]
+    return variants_at(stream, (between,), paused)[0]
 
 
-def _variants(stream: Stream, between: Sequence[float], paused: bool) -> list[Variant]:
+def variants_at(stream: Stream, between: Sequence[float], paused: bool) -> list[Variant]:
     """The streams with so many tokens between two updates; the cells of all are computed at once."""
     shapes = [stream.shape(one) for one in between]
     mean, met = _sequences(stream, shapes)
@@ -239,7 +239,12 @@ def offered_variants(setting: Setting, work: GenerateWork, staleness: int, pause
     updates, and has the least seconds and the shortest wait of all streams within or beyond."""
     if staleness < 1:
         return (batch_variant(setting, work),)
-    levels = stream_levels(stream_of(setting, work), staleness, paused)
+    return interval_bounds(stream_levels(stream_of(setting, work), staleness, paused))
+
+
+def interval_bounds(levels: Sequence[Variant]) -> tuple[Variant, ...]:
+    """For each interval from one stream to the next, and for the last stream alone, the least seconds and the shortest
+    wait of all streams from there on. levels: by tokens between two updates."""
     ends = [*levels[1:], levels[-1]]  # of the intervals: interruptions are shortest there, decoding is where they begin
     least = [
         one.seconds
@@ -264,7 +269,7 @@ def stream_levels(stream: Stream, staleness: int, paused: bool = False) -> list[
     Where what follows generation takes `spent` periods, it waits for so many fewer; mostly that is about one.
     """
     tokens = {*_level_tokens(stream.lengths, stream.work.samples_per_group, stream.groups, staleness), stream.most}
-    return _variants(stream, sorted({max(stream.least, one) for one in tokens}), paused)
+    return variants_at(stream, sorted({max(stream.least, one) for one in tokens}), paused)
 
 
 @lru_cache(maxsize=1024)
