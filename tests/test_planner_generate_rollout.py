@@ -14,7 +14,7 @@ from benchmarks.published_generation import rollout_variants
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.generate.decode import DecodeStep, decode_step
 from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds, prefill_seconds
-from realgraph.planner.costs.generate.refined import IntervalCuts, Window
+from realgraph.planner.costs.generate.refined import IntervalCuts, StreamWindow
 from realgraph.planner.costs.generate.rollout import (
     Stream,
     Variant,
@@ -219,7 +219,7 @@ def test_cut_intervals_bound_every_stream_of_a_faster_plan_and_bound_it_closely(
     offers, cuts = offered_variants(point, work, staleness), IntervalCuts(point, work, staleness)
     best = min(period(one, staleness, train) for one in streams(stream_of(point, work)))
     known_period = best * (1 + above)
-    window = Window(known_period, train, 1 + staleness, ((4, known_period),))
+    window = StreamWindow(known_period, train, 1 + staleness, ((4, known_period),))
     waits = [(one.latency_periods, one.remainder_seconds) for one in offers]
     kept = [i for i, one in enumerate(offers) if window.has(4, one.seconds, waits[i])]
     parts = [part for i in kept for part in cuts.parts(i)]

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from realgraph.graphs.spec import Generate, Train
 from realgraph.planner.costs.compute.move import offload_seconds
-from realgraph.planner.costs.generate.refined import IntervalCuts, Window
+from realgraph.planner.costs.generate.refined import IntervalCuts, StreamWindow
 from realgraph.planner.costs.generate.rollout import Stream, Variant, offered_variants, stream_of
 from realgraph.planner.costs.memory import memory
 from realgraph.planner.costs.setting import Setting
@@ -80,7 +80,7 @@ class Timed(Struct, frozen=True):
 
     least: float = 0.0  # no plan has a shorter period, as far as is known
     careful: bool = False  # rows of streams tell what becomes of their caches where other calls share the mesh
-    window: Window | None = None  # outside which no intervals of streams are wanted; those within are cut finer
+    window: StreamWindow | None = None  # outside which no intervals of streams are wanted; those within are cut finer
     room: int | None = None  # bytes of an empty device, None: those of the cluster's kind
     memory_only: bool = False  # every run takes a second: whether it fits is all that is asked
     timings: dict[Run, tuple[Timing, ...]] = {}
@@ -217,7 +217,7 @@ def _refined(
 
 
 def _within(
-    window: Window, request: PlanRequest, call: str, candidate: CallOption, timed: tuple[Timing, float]
+    window: StreamWindow, request: PlanRequest, call: str, candidate: CallOption, timed: tuple[Timing, float]
 ) -> bool:
     one = corrected(request, call, candidate, *timed)
     return window.has(candidate.layout.mesh.n_devices, one.seconds, (one.whole, one.latency - one.whole * one.seconds))

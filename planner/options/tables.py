@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.graphs.spec import Train
-from realgraph.planner.costs.generate.refined import Window
+from realgraph.planner.costs.generate.refined import StreamWindow
 from realgraph.planner.costs.memory.memory import usable_bytes
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.options.calls import free_seconds, is_trained, stages_weights, streams
@@ -64,7 +64,7 @@ class StreamRows(Struct, frozen=True):
 
     least: float = 0.0
     careful: bool = False
-    window: Window | None = None
+    window: StreamWindow | None = None
 
 
 def problem_of(

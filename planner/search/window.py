@@ -7,18 +7,18 @@ from functools import cache
 
 import numpy as np
 
-from realgraph.planner.costs.generate.refined import Window
+from realgraph.planner.costs.generate.refined import StreamWindow
 from realgraph.planner.options.tables import PreparedProblem
 from realgraph.planner.plan.problem import SearchProblem
 from realgraph.planner.solve.solver import most_seconds
 
 
-def window_of(prepared: PreparedProblem, period: float) -> Window:
+def window_of(prepared: PreparedProblem, period: float) -> StreamWindow:
     """The window of the request's stream in plans of less than `period`."""
     request, problem = prepared.request, prepared.problem
     call, distance = request.graph.generates[0], 1 + request.workload.staleness
     most = tuple(sorted(most_seconds(problem, call, period).items()))
-    return Window(period, return_seconds(problem, call, distance), distance, most)
+    return StreamWindow(period, return_seconds(problem, call, distance), distance, most)
 
 
 def return_seconds(problem: SearchProblem, call: str, distance: int) -> float:

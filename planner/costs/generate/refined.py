@@ -30,7 +30,7 @@ from realgraph.planner.costs.setting import Setting
 PARTS = 8  # of an interval that is cut
 
 
-class Window(Struct, frozen=True):
+class StreamWindow(Struct, frozen=True):
     """The bounds that hold for the stream of every plan faster than `period`."""
 
     period: float
