@@ -90,30 +90,49 @@ def _level(prepared: PreparedProblem, limits: Limits, known: Known, known_period
 
 
 def _of_streams(first: Found, limits: Limits, known: Known, known_period: float) -> Level:
-    """The best of what the search finds on tables that are a bound and of the rules; where it is much worse than the
-    bound, also of what the search finds on tables that are right for plans as slow as that, which bound nothing."""
-    tried, bound, least = [first], first.solution.bound, 0.0
-    while bound > least * (1 + limits.gap / 2) and tried[-1].solution.stopped == "proven":
-        least = bound
-        window = window_of(first.prepared, min(known_period, _best(tried).plan.period_seconds))
-        again, proven = _again(first, StreamRows(least, window=window), _left(limits, tried), known)
-        bound = max(bound, min(proven, window.period))
-        if again is None:
-            break
-        tried.append(again)
+    """The best of what the search finds on tables that are a bound and of the rules. Where it is much worse than the
+    bound, intervals of streams are cut finer; where it still is, it is also the best of what the search finds on tables
+    that are right for plans as slow as that, which bound nothing."""
+    tried = [first]
+    bound = _bound(tried, first.solution.bound, limits, known, None)
     if bound < known_period:
-        for prepared, solution in rule_solutions(first.prepared, _left(limits, tried)):
+        for prepared, solution in rule_solutions(tried[-1].prepared, _left(limits, tried)):
             tried.append(Found(prepared, solution, plan_of(prepared, solution)))
+        if _is_loose(tried, bound, limits):
+            bound = _bound(tried, bound, limits, known, known_period)
         for careful in (False, True):
-            period = _best(tried).plan.period_seconds
-            if period <= bound * (1 + max(RETRIED_GAP, limits.gap)):
+            if not _is_loose(tried, bound, limits):
                 break
-            window = window_of(first.prepared, period)
-            again, _ = _again(first, StreamRows(period, careful, window), _left(limits, tried), known)
+            period = _best(tried).plan.period_seconds
+            rows = StreamRows(period, careful, window_of(first.prepared, period))
+            again, _ = _again(first, rows, _left(limits, tried), known)
             tried += [] if again is None else [again]
     spent = sum(one.solution.seconds for one in tried)
     nodes = sum(one.solution.nodes for one in tried)
     return Level(_best(tried), bound, first.solution.stopped, spent, nodes)
+
+
+def _is_loose(tried: Sequence[Found], bound: float, limits: Limits) -> bool:
+    return _best(tried).plan.period_seconds > bound * (1 + max(RETRIED_GAP, limits.gap))
+
+
+def _bound(tried: list[Found], bound: float, limits: Limits, known: Known, known_period: float | None) -> float:
+    """A bound of all plans, on tables for ever larger periods; what is found there is appended to `tried`. With a known
+    period, on intervals of streams that are cut, of those that a faster plan may use."""
+    first, least = tried[0], 0.0
+    while first.solution.stopped == "proven" and bound > least * (1 + limits.gap / 2):
+        least = bound
+        window = None
+        if known_period is not None:
+            window = window_of(first.prepared, min(known_period, _best(tried).plan.period_seconds))
+        again, proven = _again(first, StreamRows(least, window=window), _left(limits, tried), known)
+        if window is not None:
+            bound = max(bound, min(proven, window.period))  # a bound of faster plans alone
+        if again is None:
+            break
+        bound = max(bound, again.solution.bound) if window is None else bound
+        tried.append(again)
+    return bound
 
 
 def _again(first: Found, rows: StreamRows, limits: Limits, known: Known) -> tuple[Found | None, float]:
