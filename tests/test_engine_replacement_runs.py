@@ -19,6 +19,7 @@ from realgraph.runtime.wire.protocol import Done, Generated, Reallocate, Submit
 from tests.host_runs import Hosts
 from tests.runs import Running, home, merged, records, start, write_run
 from tests.test_engine_loss_runs import RUN, SLOW, lose_engine
+from tests.test_expert_runs import write_mixture
 
 pytest.importorskip("torch")
 __all__ = ["home"]
@@ -104,21 +105,22 @@ def test_trainers_that_divide_the_weights_bring_them_together(
 
 @pytest.mark.parametrize(
     ("cut", "interrupt"),
-    [({"tp": 2}, "recompute"), ({"pp": 2}, "keep_kv"), ({"tp": 2, "pp": 2}, "wait")],
-    ids=["tp", "pp", "tp and pp"],
+    [({"dp": 2, "tp": 2}, "recompute"), ({"dp": 2, "pp": 2}, "keep_kv"), ({"dp": 4, "ep": 2}, "wait")],
+    ids=["tp", "pp", "ep"],
 )
 def test_an_engine_of_several_workers_is_replaced_whole(home: Path, cut: dict[str, int], interrupt: str) -> None:
-    """Whichever of its workers is killed. At every update the parts of each new process have the
-    checksums of the trainers', or the run ends."""
+    """Whichever of its workers is killed, with ep either of two that take groups. At every update the parts of each new
+    process have the checksums of the trainers', or the run ends."""
     (home / "slow.py").write_text(SLOW)
-    size = cut.get("tp", 1) * cut.get("pp", 1)
-    engines = {"first": 0, "devices": 2 * size, **cut, "dp": 2}
-    allocation = {"rollout": engines, "train": {"first": 2 * size, "devices": 2}}
-    parts = merged(REPLACED, {"cluster": {"devices": 2 * size + 2}, "allocation": allocation})
+    allocation = {"rollout": {"first": 0, "devices": 4, **cut}, "train": {"first": 4, "devices": 2}}
+    parts = merged(REPLACED, {"cluster": {"devices": 6}, "allocation": allocation})
+    if "ep" in cut:
+        write_mixture(home)
+        parts = merged(parts, {"models": {"actor": {"path": "moe"}}})
     name = f"several-{interrupt}"
     running = start(home, "run", str(write_run(home, name, parts, {"rollout": {"interrupt": interrupt}})), name=name)
     running.until_step(2)
-    for n, victim in enumerate((size - 1, 2 * size - 1), 1):
+    for n, victim in enumerate((1, 3), 1):
         lose_engine(home, running, name, victim)
         until_replaced(running, n)
         running.until_step(len(records(home / name)) + 4)

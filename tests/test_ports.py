@@ -89,5 +89,5 @@ def test_the_rendezvous_is_this_users_and_leaves_nothing() -> None:
     first.set("key", "value")
     assert second.get("key") == b"value"
     rendezvous.close()
-    with pytest.raises(CollectiveError, match="is gone, and so is worker 0"):
+    with pytest.raises(CollectiveError, match="is gone, and so is the worker that opened it"):
         reach_store(rendezvous.address, 2, 5.0)

@@ -297,23 +297,3 @@ def test_the_value_of_a_variable_is_written_nowhere(place: Path, monkeypatch: py
     written = [path.read_text() for path in (place / "out").rglob("*") if path.is_file()]
     assert any("JUDGE_KEY" in text for text in written)
     assert not any("a secret value" in text for text in written)
-
-
-# --- engines that can't be replaced -----------------------------------------------------------------------------------
-
-
-def test_replacements_of_engines_of_several_workers_are_refused_at_their_line(place: Path) -> None:
-    """Only where the run file asks for them: the default says nothing about a plan."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    write_model(place / "full", **sizes, num_key_value_heads=2, vocab_size=64, max_position_embeddings=256)
-    pins = "allocation: {rollout: {first: 0, devices: 2, tp: 2}, train: {first: 2, devices: 2}}\n"
-    rest = f"cluster: {{kind: cpu, devices: 4}}\nstaleness: 1\n{pins}models: {{actor: {{path: full}}}}\n"
-    text = RUN.replace("models: {actor: {path: model}}\n", "") + rest
-    (place / "run.yaml").write_text(text)
-    out = [f"outputs.dir={place / 'out'}"]
-    prepare(place / "run.yaml", out, None)
-    (place / "run.yaml").write_text(f"{text}rollout:\n  replacements: 2\n")
-    (problem,) = problems_of(lambda: prepare(place / "run.yaml", out, None))
-    n_lines = len((place / "run.yaml").read_text().splitlines())
-    assert (problem.where.line, problem.where.path) == (n_lines, "$.rollout.replacements")
-    assert "an engine of 'rollout' has 2 workers" in problem.text

@@ -186,9 +186,10 @@ class HostsFleet:
         assert worker not in self._running, f"worker {worker} has not ended"
         self._boots[worker] = replace(self._boots[worker], keys=boot.keys, rendezvous=boot.rendezvous)
         self._lines.pop(worker, None)
+        self._running.add(worker)  # before its end can be told
         if host.ended or not await self.tell(host, RestartWorker(self._boots[worker])):
+            self._running.discard(worker)
             raise LaunchError(f"{self.host_of(worker)} is gone")
-        self._running.add(worker)
 
     async def terminate(self, grace_seconds: float = 5.0, *, again: bool = False) -> None:
         """See Fleet. An agent that can't be reached ends its workers by itself once it has missed the master for

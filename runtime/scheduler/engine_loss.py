@@ -38,7 +38,7 @@ class EngineLosses:
         self._collection, self._steps, self._devices, self._runner = collection, steps, devices, runner
         engines = expendable_engines(job.graph, job.plan)
         self._engine_of = {worker: engine for engine in engines for worker in engine}
-        self._n_all, self._min_engines = len(self._devices.engines.heads), job.rollout.min_engines
+        self._n_all, self._min_engines = len(engines), job.rollout.min_engines
         self._ledger, self._shares = ledger, shares_tokens(job.graph, job.plan)
         layouts = [allocation.layout for allocation in job.plan.allocations.values()]
         self._workers = sorted({device for layout in layouts for device in layout.mesh.devices})
@@ -70,7 +70,7 @@ class EngineLosses:
     @property
     def n_engines(self) -> int:
         """The engines that there are; 0 where none can be lost."""
-        return len(self._devices.engines.heads) if self._engine_of else 0
+        return len({self._engine_of[head] for head in self._devices.engines.heads}) if self._engine_of else 0
 
     def join(self, event: EngineJoined) -> list[Action]:
         """New processes stand for an engine that is gone. It gets groups once it has the weights of the others."""
@@ -91,7 +91,7 @@ class EngineLosses:
     def survives(self, worker: int) -> bool:
         """True where the run can go on without `worker`."""
         engine = self._engine_of.get(worker, ())
-        enough = self.n_engines - len(self._heads(engine)) >= self._min_engines
+        enough = self.n_engines > self._min_engines
         return bool(engine) and enough and all(self._steps.can_lose(one) for one in engine)
 
     def fatal(self, worker: int, reason: str) -> Failed:
