@@ -68,7 +68,7 @@ class StreamRows(Struct, frozen=True):
 
 
 def problem_of(
-    request: PlanRequest, whole: str = "", asked: "StreamRows | None" = None, known: Known | None = None
+    request: PlanRequest, whole: str = "", asked: StreamRows = StreamRows(), known: Known | None = None
 ) -> PreparedProblem:
     """The whole search problem of a request. Pins and constraints must be sound: see `constraints.constraint_problems`.
 
@@ -76,7 +76,7 @@ def problem_of(
     request.
     """
     mesh_family = family(request.cluster, request.constraints.reserve, named_meshes(request))
-    made = _Tables(request, mesh_family, whole, asked or StreamRows(), known or Known())
+    made = _Tables(request, mesh_family, whole, asked, known or Known())
     by_call = {call: made.on_meshes(call) for call in _readers_first(request)}
     wanted = sorted({mesh for numbers in by_call.values() for mesh in numbers})
     number = {mesh: i for i, mesh in enumerate(wanted)}

@@ -112,6 +112,11 @@ def rows(shape: tuple[int, ...], ranks: int, rank: int) -> Box | None:
     return _slab(shape, 0, rank * each, size) if size > 0 else None
 
 
+def whole_boxes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Box]:
+    """For each tensor the box that is all of it."""
+    return {name: Box((0,) * len(shape), shape) for name, shape in shapes.items()}
+
+
 def layout_boxes(
     shapes: Mapping[str, tuple[int, ...]], layout: Layout, model: tuple[ModelSpec, Head] | None
 ) -> dict[int, dict[str, Box]]:
@@ -135,7 +140,7 @@ def _pieces(
 ) -> dict[str, Box]:
     """The boxes of the tensors of which a shard of a model holds a part; shard: None for all of it."""
     if model is None or shard is None:
-        return {name: Box((0,) * len(shape), shape) for name, shape in shapes.items()}
+        return whole_boxes(shapes)
     cuts = {name: cut(*model, name, shape, shard) for name, shape in shapes.items()}
     return {name: box for name, box in cuts.items() if box is not None}
 

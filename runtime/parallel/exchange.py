@@ -20,7 +20,7 @@ from torch import Tensor
 
 from realgraph.planner.inputs.model_spec import Head, ModelSpec
 from realgraph.planner.plan.layout import Layout
-from realgraph.runtime.parallel.cuts import Box, layout_boxes, overlap
+from realgraph.runtime.parallel.cuts import Box, layout_boxes, overlap, whole_boxes
 from realgraph.runtime.parallel.groups import Member
 from realgraph.runtime.parallel.rendezvous import CollectiveError
 from realgraph.runtime.parallel.routes import Holdings, Message, Piece, cut_to, rounds
@@ -78,11 +78,11 @@ def reallocation(
     take part; None: all."""
     in_order = dict(sorted(shapes.items()))  # as on every other worker
     source, target = between
-    held, all_of_it = layout_boxes(in_order, source, model), {n: Box((0,) * len(s), s) for n, s in in_order.items()}
+    held = layout_boxes(in_order, source, model)
     if isinstance(target, Layout):
         wanted = layout_boxes(in_order, target, model)
     else:
-        wanted = dict.fromkeys(target, all_of_it)
+        wanted = dict.fromkeys(target, whole_boxes(in_order))
     if receivers is not None:
         wanted = {worker: boxes for worker, boxes in wanted.items() if worker in receivers}
     bucket = BUCKET_BYTES[member.device.type]

@@ -8,7 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 
-from realgraph.runtime.parallel.cuts import Box
+from realgraph.runtime.parallel.cuts import Box, whole_boxes
 from realgraph.runtime.parallel.routes import Holdings, cells_by_tensors, cut_to
 
 DIVIDED = 1 << 16  # elements: a part with fewer has one writer
@@ -23,7 +23,7 @@ def shares(held: Holdings, shapes: Mapping[str, tuple[int, ...]], apart: Collect
 
     Raises Gap with a part that no worker holds.
     """
-    wanted = {_FILES: {name: Box((0,) * len(shape), shape) for name, shape in shapes.items()}}
+    wanted = {_FILES: whole_boxes(shapes)}
     found: dict[int, dict[str, list[Box]]] = {worker: {} for worker in held}
     written: defaultdict[int, int] = defaultdict(int)  # elements, by worker
     for tensors, cells in cells_by_tensors(held, wanted):

@@ -19,7 +19,7 @@ from realgraph.runtime.job.engine_loss import expendable_workers
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.models.weights import read_config, resolve
 from realgraph.runtime.parallel.checksums import Checksums
-from realgraph.runtime.parallel.cuts import Box, layout_boxes
+from realgraph.runtime.parallel.cuts import layout_boxes, whole_boxes
 from realgraph.runtime.parallel.exchange import Reallocation, WeightPart, WorkerParts, reallocation
 from realgraph.runtime.parallel.groups import Collectives
 from realgraph.runtime.parallel.mapped import MappedRoute
@@ -136,8 +136,8 @@ class Movement:
         if work.call not in self._wants:
             layout, in_order = self._job.plan.allocations[work.call].layout, dict(sorted(shapes.items()))
             if self._job.rollout.engine == SGLANG_KIND:
-                whole = {name: Box((0,) * len(shape), shape) for name, shape in in_order.items()}
-                self._wants[work.call] = {head_worker(layout, rank): whole for rank in range(layout.dp)}
+                heads = [head_worker(layout, rank) for rank in range(layout.dp)]
+                self._wants[work.call] = dict.fromkeys(heads, whole_boxes(in_order))
             else:
                 self._wants[work.call] = layout_boxes(in_order, layout, self._model_of(work.role))
         return self._wants[work.call]
