@@ -5,6 +5,7 @@ keyword of the model's forward down to the kernel, so that two threads can run t
 """
 
 from functools import lru_cache
+from inspect import signature
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -234,6 +235,8 @@ def _varlen_kernel(softcap: bool, dim: int, device: int) -> str:
 def _torch_varlen(rows: Rows, ragged: Ragged, scaling: float, shape: ScoreShape) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # needs no GPU to import, but only GPUs have the kernel
 
+    takes = signature(varlen_attn).parameters
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in takes else {}  # torch 2.11 groups heads unasked
     query, key, value = (x.contiguous() for x in rows)
     window = shape.window
     if shape.sinks is not None:
@@ -248,7 +251,7 @@ def _torch_varlen(rows: Rows, ragged: Ragged, scaling: float, shape: ScoreShape)
         ragged.longest_keys,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=key.shape[1] != query.shape[1],
+        **grouped,
     )
     assert isinstance(out, Tensor)
     return out
@@ -256,18 +259,19 @@ def _torch_varlen(rows: Rows, ragged: Ragged, scaling: float, shape: ScoreShape)
 
 def _varlen_of(ragged: Ragged, scaling: float, window: int | None) -> SinklessKernel:
     """torch's variable-length kernel, forward and backward apart."""
-    operations = torch.ops.torch_attn
-    places = (ragged.queries, ragged.keys, ragged.longest_queries, ragged.longest_keys, window is None)
-    sides = [-1 if window is None else window - 1, 0]
+    places = (ragged.queries, ragged.keys, ragged.longest_queries, ragged.longest_keys, 0.0, window is None)
+    sides: dict[str, Any] = {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
 
     def forward(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        grouped = rows[0].shape[1] != rows[1].shape[1]
-        out, sums, state = operations._varlen_attn(*rows, *places, scaling, sides, grouped)
+        out, sums, state, _, _ = torch.ops.aten._flash_attention_forward(*rows, *places, False, scale=scaling, **sides)
         return out, sums, state
 
     def backward(grad: Tensor, rows: Rows, kept: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         out, sums, state = kept
-        grads = operations._varlen_attn_backward(grad, *rows, out, sums, *places, state, scaling, sides)
+        unused = torch.empty(0, device=grad.device)
+        grads = torch.ops.aten._flash_attention_backward(
+            grad, *rows, out, sums, *places, state, unused, scale=scaling, **sides
+        )
         return grads[0], grads[1], grads[2]
 
     return SinklessKernel(forward, backward)
