@@ -124,6 +124,10 @@ class KVCache:
         for plane, values in zip(rows, (key, value), strict=False):
             plane.index_copy_(0, places, values.reshape(len(places), -1))
 
+    def planes_of(self, layer: int) -> Tensor:
+        """The pages of a layer: [2 or 1, pages, PAGE_TOKENS x kv_heads x head_dim]."""
+        return self.layers[self._place[layer]]
+
     def rows_of(self, tables: Tensor) -> Tensor:
         """The rows that `load` reads, [2 x n x m] (keys alone: [n x m]), for the pages [n, m] of n sequences."""
         flat = tables.reshape(-1)

@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 
 from realgraph.runtime.attention.attention import capped_scores, softmax_beside
 from realgraph.runtime.attention.kv_cache import KVCache
+from realgraph.runtime.attention.paged import PagedScores, paged_attention, reads_pages
 from realgraph.runtime.attention.pages import PAGE_TOKENS, pages_for
 
 CACHED_ATTENTION = "realgraph_cached"
@@ -142,7 +143,7 @@ class DecodePass:
 
     tables: [n, m] int64, the pages of each; positions: [n] int64, of the new tokens. segments: (first sequence, end,
     length) triples that cover 0 ... n; a segment's attention reads `length` positions, so that one long sequence does
-    not make all rows read as much.
+    not make all rows read as much. Where a kernel reads pages as they lie, each sequence is read to its own end.
     """
 
     def __init__(
@@ -152,7 +153,10 @@ class DecodePass:
         self._positions = positions
         self._segments = segments
         self._places = _places(tables, positions[:, None])[:, 0]
-        self._rows = CacheRows(cache, [tables[low:high, : pages_for(length)] for low, high, length in segments])
+        self._tables = tables
+        self._rows = None
+        if not reads_pages(cache.shape):
+            self._rows = CacheRows(cache, [tables[low:high, : pages_for(length)] for low, high, length in segments])
         self._masks: dict[int | None, list[Tensor]] = {}
         self.alike: Alike | None = None
 
@@ -177,6 +181,10 @@ class DecodePass:
         self._cache.store(layer, self._places, key, value)
         # query heads of one key head become its queries: no key is repeated
         packed = query.reshape(n, key.shape[1], heads // key.shape[1], dim)
+        if self._rows is None:
+            scores = PagedScores(head.scale, head.window, head.softcap, head.sinks)
+            out = paged_attention(packed, self._cache.planes_of(layer), self._tables, self._positions, scores)
+            return out.reshape(n, 1, heads, -1)
         masks = self._mask(head.window, query.dtype)
         parts = []
         for (low, high, length), rows, mask in zip(self._segments, self._rows.now(), masks, strict=True):
