@@ -2,17 +2,20 @@
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from realgraph.graphs.spec import ModelRole
 from realgraph.runtime.attention.kv_cache import CacheShape, KVCache
 from realgraph.runtime.attention.passes import DecodePass, Head, PrefillPass
 from realgraph.runtime.cpu.decode import LeanDecoder, lean_applies
 from realgraph.runtime.engine import Completion, RolloutLimits
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
+from realgraph.runtime.models.building import Start, build
 from tests import tiny
 from tests.rollouts import ARCHITECTURES, assert_exact, model, requests, run, served
 
@@ -88,9 +91,11 @@ def test_the_lean_walk_is_taken_where_it_is_known_and_changes_no_token(name: str
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_cuda_graphs_change_nothing(name: str) -> None:
+def test_cuda_graphs_change_nothing(tmp_path: Path, name: str) -> None:
     reference = model(name)
-    module, wanted = served(reference.cuda()), requests(random.Random(8), 20, groups_of=4)
+    reference.save_pretrained(tmp_path)
+    module = build(ModelRole(), str(tmp_path), Start(torch.device("cuda"))).network  # as engines build it
+    wanted = requests(random.Random(8), 20, groups_of=4)
     plain = run(ContinuousBatch(module, RolloutLimits(max_running=6, cuda_graphs=False)), wanted)
     engine = ContinuousBatch(module, RolloutLimits(max_running=6))
     engine.submit(wanted)
@@ -98,7 +103,6 @@ def test_cuda_graphs_change_nothing(name: str) -> None:
     while not engine.idle:
         done |= {c.id: c for c in engine.step()}
         engine.weights_changed(0)  # caches recomputed in place under the captured addresses
-    reference.cpu()
     for request in wanted:
         assert_exact(reference, request, done[request.id], 1e-3)
         assert_exact(reference, request, plain[request.id], 1e-3)
