@@ -96,15 +96,14 @@ class ProfiledEngines:
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
-    def _engine(self, model: ModelSpec, running: int) -> ContinuousBatch:
-        return ContinuousBatch(
-            self._model(model).network, RolloutLimits(max_running=running, prefill_tokens=PREFILL_TOKENS)
-        )
+    def _engine(self, model: ModelSpec, running: int, cuda_graphs: bool = True) -> ContinuousBatch:
+        limits = RolloutLimits(max_running=running, prefill_tokens=PREFILL_TOKENS, cuda_graphs=cuda_graphs)
+        return ContinuousBatch(self._model(model).network, limits)
 
     def _decode(self, case: DecodeCase) -> Callable[[], float]:
         """Sequences that all differ, as the engine decodes equal ones once; each round times a few steps near the
         asked context."""
-        engine = self._engine(case.model, case.running)
+        engine = self._engine(case.model, case.running, case.cuda_graphs)
         numbers = iter(range(1 << 40))
 
         def run() -> float:

@@ -68,11 +68,13 @@ class Pass(Struct, frozen=True, tag=True):
 
 
 class DecodeCase(Struct, frozen=True, tag=True):
-    """One decode step of the embedded engine: `running` sequences of `context` tokens on each device."""
+    """One decode step of the embedded engine: `running` sequences of `context` tokens on each device. cuda_graphs:
+    replayed where the device has them."""
 
     model: ModelSpec
     running: int
     context: int
+    cuda_graphs: bool = True
 
 
 class RolloutCase(Struct, frozen=True, tag=True):
