@@ -9,18 +9,22 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from realgraph.graphs.graph import Graph
+from realgraph.planner.costs.memory.terms import usable_bytes
 from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.inputs.workload import Workload
+from realgraph.planner.options.holdings import active_of, peak_of
 from realgraph.planner.options.tables import Known, problem_of
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.plan.problem import Limits, Solution
 from realgraph.planner.request.constraints import Constraints
+from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest, at_staleness, kept_by
 from realgraph.planner.search import levels, streams
 from realgraph.planner.search.assembly import plan_of
 from realgraph.planner.search.baselines import baselines_of, best_of_rules, rule_solutions
 from realgraph.planner.search.levels import levels_up_to
 from realgraph.planner.search.search import search
+from realgraph.planner.search.streams import gives_up_caches
 from realgraph.planner.search.window import window_of
 from realgraph.planner.solve.solver import evaluate, solve
 from tests.planner_cases import cluster, grpo, ppo, request
@@ -179,3 +183,18 @@ def test_a_plan_whose_generation_no_stream_keeps_to_stays_as_the_search_has_it(m
     point = streams._point
     monkeypatch.setattr(streams, "_point", lambda *of: replace(point(*of), period=inf, bound=False))
     assert streams.steady_state(asked, plan) is plan
+
+
+@pytest.mark.parametrize("cache_tokens", [100_000, 400_000])
+def test_calls_that_a_stream_pauses_for_count_the_caches_that_it_keeps(cache_tokens: int) -> None:
+    """On one device the stream pauses for training. Its caches stay where both have room, and only there."""
+    pins = {"rollout": Pin(kv_cache_tokens=cache_tokens), "train": Pin(max_tokens_per_microbatch=4096)}
+    asked = at_staleness(request(grpo(), "Qwen/Qwen3-1.7B", cluster(devices=1), pins), 2)
+    plan = search(asked, LIMITS)
+    assert plan.staleness > 0
+    alone = peak_of(asked, plan.allocations, "train")[1]
+    cache = active_of(asked, plan.allocations, "rollout").kv_cache
+    kept = plan.allocations["train"].peak_bytes - alone.total
+    assert cache > 0 and kept == (0 if gives_up_caches(asked, plan) else cache)
+    assert gives_up_caches(asked, plan) == (cache_tokens == 400_000)
+    assert plan.allocations["train"].bound_bytes <= usable_bytes(asked.cluster)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realgraph.runtime.generate.cached_model import rectangles, segments
-from realgraph.runtime.generate.decode_graph import bucket
+from realgraph.runtime.generate.decode_graph import bucket, coarse_bucket
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=200), st.integers(0, 5000), st.integers(1, 10_000))
@@ -30,3 +30,4 @@ def test_graph_buckets_hold_what_runs_and_are_few(n: int) -> None:
     size = bucket(n)
     assert n <= size < 2 * n
     assert size & (size - 1) == 0
+    assert n <= coarse_bucket(n) < 4 * n and coarse_bucket(n) in {4**i for i in range(7)}

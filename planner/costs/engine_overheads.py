@@ -24,6 +24,7 @@ class EngineOverheads(Struct, frozen=True, forbid_unknown_fields=True):
     # host work of a decode step: what is done between two passes of the model on the device, and of each sequence in it
     decode_step_seconds: Seconds = 0.0
     decode_sequence_seconds: Seconds = 0.0
+    decode_layer_seconds: Seconds = 0.0  # of each layer in it: kernels too small to hide their launches
     decode_nodes_seconds: Seconds = 0.0  # of a step, where the ranks of one replica lie on several nodes
     # of an engine that goes on after other calls had its devices: caches and captured graphs are made again; and of
     # each of the model's layers
@@ -37,6 +38,9 @@ class EngineOverheads(Struct, frozen=True, forbid_unknown_fields=True):
     sync_bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
     sync_whole: bool = False  # every device takes in the whole model, and cuts its part out of it
     microbatch_seconds: Seconds = 0.0  # of each micro-batch of training and inference
+    pass_layer_seconds: Seconds = 0.0  # of each layer in its forward pass
+    # bytes that element-wise operations move, over those of fused kernels: a number, no seconds
+    elementwise: Annotated[float, Meta(ge=1, le=100)] = 1.0
     call_seconds: Seconds = 0.0  # of each call on a mesh: command, gathering, reply
     call_device_seconds: Seconds = 0.0  # of each call, for each device of its mesh: the controller's events
     sample_seconds: Seconds = 0.0  # of each sample of a call on a device: gathered, packed, stored
@@ -58,7 +62,10 @@ def beside_factors(overheads: EngineOverheads) -> EngineOverheads:
         overheads,
         decode_step_seconds=0.0,
         decode_sequence_seconds=0.0,
+        decode_layer_seconds=0.0,
         microbatch_seconds=0.0,
+        pass_layer_seconds=0.0,
+        elementwise=1.0,
         call_seconds=0.0,
         sample_seconds=0.0,
         admission_seconds=0.0,
@@ -70,8 +77,12 @@ def beside_factors(overheads: EngineOverheads) -> EngineOverheads:
 def with_overheads(costs: EfficiencyFactors, overheads: EngineOverheads, apart: bool) -> EfficiencyFactors:
     """The factors with the engine's overheads beside the device's own. apart: the ranks of a replica lie on several
     nodes."""
+    of_pass = costs.layer_seconds if costs.pass_layer_seconds is None else costs.pass_layer_seconds
     return replace(
         costs,
+        layer_seconds=costs.layer_seconds + overheads.decode_layer_seconds,
+        pass_layer_seconds=of_pass + overheads.pass_layer_seconds,
+        elementwise=(costs.elementwise or costs.memory) / overheads.elementwise,
         step_seconds=costs.step_seconds + overheads.decode_step_seconds + apart * overheads.decode_nodes_seconds,
         sequence_seconds=costs.sequence_seconds + overheads.decode_sequence_seconds,
         microbatch_seconds=costs.microbatch_seconds + overheads.microbatch_seconds,

@@ -64,18 +64,25 @@ class EngineSupport(Struct, frozen=True):
 # Of the embedded engines and the master, on GPUs. Host work is Python and numpy, so it is measured on the host's cores:
 # decode: `ContinuousBatch.step` less the pass itself, of a model that is next to nothing, on one core: 0.37 ms and 2.0
 #   to 2.3 us a sequence, for 1 to 1,024 of them.
+# decode_layer, pass_layer, elementwise: what benchmarks/results/gpu_engines.json (an H200, models of 0.6B and 1.7B) has
+#   beside the factors of devices.yaml: 0.07 ms a layer in steps of 64 sequences, graphs replayed (0.1 ms in a step of
+#   one); passes come out within 3 % at 1.7B then, and 20 % too fast at 0.6B. Norms are fused there, rotary positions,
+#   gates and the losses on logits are not.
 # wake: with every session the caches are given up, and the graphs of decode steps with them (`decode_graph.py`). About
-#   14 are captured again (powers of two of sequences and of lengths, 9 and 5), each by three eager passes of 0.5 ms a
-#   layer, the `layer_seconds` of the profile in benchmarks/results/predictions.json.
-# microbatch, call, sample, admission: the same profile, of a busy machine.
+#   11 are captured again (powers of two of sequences, 9, and of four of lengths), each by two eager passes of 1.1 ms a
+#   layer (the same file).
+# microbatch, call, sample, admission: the profile in benchmarks/results/predictions.json, of a busy machine.
 # call_device: the scheduler's time a worker and call, 11 to 17 us (benchmarks/results/scheduler.json).
 # step: from the end of training to the start of the next generation, in a quickstart run of 64 groups on two busy
 #   cores: 18 ms, the median of 26 (12 to 33).
 TORCH_OVERHEADS = EngineOverheads(
     decode_step_seconds=4.0e-4,
     decode_sequence_seconds=2.3e-6,
-    wake_layer_seconds=2.0e-2,
+    decode_layer_seconds=5.5e-5,
+    wake_layer_seconds=2.5e-2,
     microbatch_seconds=8.0e-4,
+    pass_layer_seconds=2.2e-4,
+    elementwise=2.5,
     call_seconds=9.0e-3,
     call_device_seconds=1.4e-5,
     sample_seconds=1.6e-4,
@@ -87,7 +94,11 @@ TORCH_OVERHEADS = EngineOverheads(
 # most of it. Servers keep their devices, so they never wake. What an update over HTTP costs besides the bytes was not
 # measured.
 SGLANG_OVERHEADS = msgspec.structs.replace(
-    TORCH_OVERHEADS, decode_step_seconds=9.0e-4, decode_sequence_seconds=1.9e-5, wake_layer_seconds=0.0
+    TORCH_OVERHEADS,
+    decode_step_seconds=9.0e-4,
+    decode_sequence_seconds=1.9e-5,
+    decode_layer_seconds=0.0,
+    wake_layer_seconds=0.0,
 )
 TORCH = EngineSupport(
     overheads=TORCH_OVERHEADS,

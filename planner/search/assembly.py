@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
+from realgraph.planner.costs.memory.memory import Footprint
 from realgraph.planner.options.calls import free_seconds, input_seconds, microbatches_of
 from realgraph.planner.options.choices import CONTEXT_TOKENS
 from realgraph.planner.options.couplings import moves_of
@@ -28,7 +29,7 @@ from realgraph.planner.plan.problem import Choice, Solution
 from realgraph.planner.request.request import PlanRequest, hashes
 from realgraph.planner.search.period_error import period_bar
 from realgraph.planner.search.prefetch import prefetch_priced, with_prefetches
-from realgraph.planner.search.streams import starts_of, steady_state
+from realgraph.planner.search.streams import kept_caches, starts_of, steady_state
 from realgraph.planner.solve.solver import orders
 
 
@@ -60,7 +61,7 @@ def plan_of(prepared: PreparedProblem, solution: Solution) -> Plan:
         search_seconds=solution.seconds,
     )
     plan = with_prefetches(request, plan)
-    plan = steady_state(request, replace(plan, allocations=_all_completed(request, plan.allocations)))
+    plan = _beside_streams(request, steady_state(request, _with_peaks(request, plan)))
     bounds = period(events_of(request, plan)).circuit  # the search's own circuit leaves out the free calls
     bound = min(plan.lower_bound_seconds, plan.period_seconds)  # a stream that gives way at any time may do better
     plan = replace(plan, lower_bound_seconds=bound, bottleneck=bounds, latency_seconds=step_latency(plan))
@@ -138,13 +139,25 @@ def _allocation(request: PlanRequest, call: str, option: PricedOption, mesh: Dev
     )
 
 
+def _with_peaks(request: PlanRequest, plan: Plan) -> Plan:
+    return replace(plan, allocations=_all_completed(request, plan.allocations))
+
+
+def _beside_streams(request: PlanRequest, plan: Plan) -> Plan:
+    """The plan with the peaks of calls for which a stream pauses and keeps its caches."""
+    kept = kept_caches(request, plan)
+    beside = {name: _completed(request, plan.allocations, name, nbytes) for name, nbytes in kept.items()}
+    return replace(plan, allocations={**plan.allocations, **beside})
+
+
 def _all_completed(request: PlanRequest, allocations: Mapping[str, Allocation]) -> dict[str, Allocation]:
     return {name: _completed(request, allocations, name) for name in allocations}
 
 
-def _completed(request: PlanRequest, allocations: Mapping[str, Allocation], call: str) -> Allocation:
-    """With what depends on the other allocations: memory, and whether a copy of its own is refreshed."""
-    allocation, held = allocations[call], peak_of(request, allocations, call)[1]
+def _completed(request: PlanRequest, allocations: Mapping[str, Allocation], call: str, kept: int = 0) -> Allocation:
+    """With what depends on the other allocations: memory, and whether a copy of its own is refreshed. kept: bytes of
+    the caches of others that lie there meanwhile."""
+    allocation, held = allocations[call], peak_of(request, allocations, call)[1] + Footprint(kv_cache=kept)
     return replace(
         allocation,
         residency=allocation_of(candidate_of(request, allocations, call)).residency,
@@ -194,7 +207,7 @@ def repriced(request: PlanRequest, plan: Plan) -> Plan:
     timed = replace(
         priced, period_seconds=critical.seconds, bottleneck=critical.circuit, stopped="", search_seconds=0.0
     )
-    started = replace(timed, starts=starts_of(request, timed))
+    started = _beside_streams(request, replace(timed, starts=starts_of(request, timed)))
     return replace(started, latency_seconds=step_latency(started), period_bar_seconds=period_bar(request, started))
 
 

@@ -117,6 +117,19 @@ def keeps_caches(request: PlanRequest, plan: Plan, call: str) -> bool:
     return True
 
 
+def kept_caches(request: PlanRequest, plan: Plan) -> dict[str, int]:
+    """Bytes of the caches, on each device of a call's mesh, that streams keep while they pause for the call."""
+    if plan.staleness < 1 or gives_up_caches(request, plan):
+        return {}
+    kept: dict[str, int] = {}
+    for stream in (name for name in request.graph.generates if name in plan.allocations):
+        nbytes, mesh = active_of(request, plan.allocations, stream).kv_cache, plan.allocations[stream].layout.mesh
+        for name, allocation in plan.allocations.items():
+            if name != stream and allocation.layout.mesh.overlaps(mesh):
+                kept[name] = kept.get(name, 0) + nbytes
+    return kept
+
+
 def _with_point(plan: Plan, call: str, point: "_Point") -> Plan:
     """The plan in which step k of the call is the one that begins batch k."""
     timing = point.timing

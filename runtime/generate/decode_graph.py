@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from realgraph.runtime.attention.kv_cache import KVCache
+from realgraph.runtime.attention.paged import reads_pages
 from realgraph.runtime.attention.pages import PAGE_TOKENS
 from realgraph.runtime.attention.passes import DecodePass
 
-_WARMUP_STEPS = 2  # before capture: lets cuBLAS and the allocator settle, as torch.cuda.graph asks for
+_WARMUP_STEPS = 2  # before the first capture: lets cuBLAS and the allocator settle, as torch.cuda.graph asks for
 _SMALLEST_LENGTH = 64
 
 
@@ -34,6 +35,11 @@ def bucket(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def coarse_bucket(n: int) -> int:
+    """The smallest power of four that is at least n."""
+    return 1 << ((n - 1).bit_length() + 1) // 2 * 2
+
+
 @dataclass
 class _Captured:
     graph: torch.cuda.CUDAGraph
@@ -45,7 +51,8 @@ Runs = Callable[[int, int], list[tuple[int, int, int]]]
 
 
 class DecodeGraphs:
-    """Decode steps by (sequences, length), both rounded up to powers of two; each captured when first needed.
+    """Decode steps by (sequences, length), both rounded up to powers of two; each captured when first needed. Where a
+    kernel reads each sequence to its own end, lengths count for the pages alone, and are rounded up to powers of four.
 
     Rows beyond the live ones have position 0 of page 0, the cache's bin, and are cut off. All graphs share one memory
     pool, and those of about one size a buffer of logits: they run one after the other, and their result is used before
@@ -56,6 +63,7 @@ class DecodeGraphs:
         self._module = module
         self._cache = cache
         self._runs = runs
+        self._length_of = coarse_bucket if reads_pages(cache.shape) else bucket
         self._captured: dict[tuple[int, int], _Captured] = {}
         self._epoch = cache.epoch
         self._addresses: tuple[int, ...] = ()
@@ -81,7 +89,7 @@ class DecodeGraphs:
             self.drop()
             self._epoch = self._cache.epoch
         n, length = len(tokens), int(positions.max()) + 1
-        key = bucket(n), bucket(max(length, _SMALLEST_LENGTH))
+        key = bucket(n), self._length_of(max(length, _SMALLEST_LENGTH))
         captured = self._captured.get(key)
         if captured is None:
             captured = self._captured[key] = self._capture(*key)
@@ -121,7 +129,7 @@ class DecodeGraphs:
         side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            for _ in range(_WARMUP_STEPS - 1):
+            for _ in range(_WARMUP_STEPS - 1 if self._pool is None else 0):
                 step()
             logits = step()
         torch.cuda.current_stream(device).wait_stream(side)
