@@ -32,11 +32,13 @@ from realgraph.planner.costs.calibrate.measurements import (
     RolloutCase,
     toy_model,
 )
+from realgraph.planner.costs.engine_overheads import with_overheads
 from realgraph.planner.costs.memory.memory import DType
 from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
 from realgraph.planner.inputs.devices import EfficiencyFactors, device_kind
 from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.planner.request.cost_table import load_costs
+from realgraph.planner.request.engine_support import run_support
 from realgraph.run.planning import cluster_of
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.profile.engines import EngineCase, ProfiledEngines
@@ -182,11 +184,14 @@ class Bench:
     def rows(self, name: str, cases: Sequence[EngineCase]) -> Iterator[Row]:
         """Measure the cases of one model. Its masters and moments are given up with the last of them."""
         engines = ProfiledEngines(self.dtype, LayoutRanks.alone(pick_device(0)), self.folder)
+        shipped = device_kind(self.cluster.kind).costs
+        if not self.cluster.is_cpu:  # of which the factors were measured with the engines
+            shipped = with_overheads(shipped, run_support().overheads, apart=False)
         for case in cases:
             seconds = repeated(engines.prepare(case))
             predicted = [
                 None if costs is None else predicted_seconds(case, self.cluster, self.dtype, costs)
-                for costs in (device_kind(self.cluster.kind).costs, self.factors)
+                for costs in (shipped, self.factors)
             ]
             yield Row(name, described(case), seconds, floor_seconds(case, self.limits), *predicted)
 

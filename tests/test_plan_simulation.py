@@ -19,8 +19,8 @@ CASES = [  # 8 to 128 devices; colocated, apart, and calls that pause a stream
 @pytest.mark.parametrize(("config", "overrides", "staleness"), CASES)
 def test_the_scheduler_reaches_the_predicted_period(config: str, overrides: list[str], staleness: int) -> None:
     """By the rule of admission alone, whose places plans take to be filled. The limit of work in flight makes steps
-    longer where that would be for tokens beyond the bound, and trains about as many of the others a second: down to four
-    fifths, since a decode step takes hardly less for fewer sequences where launches are most of it."""
+    longer where that would be for tokens beyond the bound, and trains about as many of the others a second. Where
+    launches are most of a decode step, fewer sequences take hardly less: three quarters as many, at least."""
     run = planned(config, f"staleness={staleness}", "steps=28", *overrides)
     rule, limited = run.clock(limited=False), run.clock()
     reached, plan = rule.period(), run.plan

@@ -53,8 +53,8 @@ def attend_part(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """One part of one sequence's tokens, for the query heads of one key head. SINGLE: it writes the
-    outputs; else its own average of values and the logarithm of its weights' sum."""
+    """One part of one sequence's tokens, for the query heads of one key head. SINGLE: it writes
+    the outputs; else its own average of values and the logarithm of its weights' sum."""
     sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(positions + sequence) + 1
     first = tl.maximum(length - WINDOW, 0) // BLOCK * BLOCK if WINDOW > 0 else 0
