@@ -36,10 +36,10 @@ def without_worker_1(ranks: LayoutRanks, file: Path) -> None:
     """Worker 1 is killed while it reads; what the worker that it reads from says goes to `file`."""
     held, wanted, me = {0: WHOLE}, {1: WHOLE}, ranks.mesh.rank
     place, route = placed(me, held, wanted, full(SHAPES)), MappedRoute(move(held, wanted), me, "")
-    for _ in route.bring(place):
-        os.kill(os.getpid(), signal.SIGKILL)
     try:
-        route.settle()
+        for _ in route.bring(place):
+            os.kill(os.getpid(), signal.SIGKILL)
+        route.settle()  # or before: a message with one that is gone may not even begin
     except CollectiveError as error:
         failed = failure(me, "rollout", error)
         file.write_text(f"{failed.kind}: {failed.error}")
