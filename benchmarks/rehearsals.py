@@ -6,9 +6,8 @@ Each plan is searched, then followed by one process a device (`realgraph rehears
 losses, gradient norms, rewards and samples must be those of one process, bytes and orders those of the plan. One row
 each: devices, seconds of the plan's run and of one process's as the command says them, seconds of the whole command and
 CPU seconds of all its processes, the most memory that these shared out at a time, and the verdict. 64 processes of
-a model of 70B take 21 GiB, and half an hour on two cores that do nothing else.
-
-Results go to results/rehearsals.json, with `--only` those of `--resume` alone.
+a model of 70B take 21 GiB, and half an hour on two cores that do nothing else. Results go to results/rehearsals.json,
+with `--only` those of `--resume` alone.
 """
 
 import argparse
@@ -150,9 +149,8 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true")
     asked = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault(
-        "MALLOC_ARENA_MAX", "1"
-    )  # each thread of 64 processes keeps freed memory of its own otherwise
+    # each thread of 64 processes keeps freed memory of its own otherwise
+    os.environ.setdefault("MALLOC_ARENA_MAX", "1")
     print(f"{'case':36}{'devices':>8}{'plan s':>8}{'alone s':>8}{'all s':>8}{'CPU s':>8}{'GiB':>7}  verdict")
     rows = on_record() if asked.resume else []
     known = {row.case for row in rows}

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from realgraph.runtime.attention.attention import ScoreShape
 from realgraph.runtime.attention.kv_cache import CacheShape, KVCache
-from realgraph.runtime.attention.paged import PagedScores, has_triton, n_parts, paged_attention, reads_pages
+from realgraph.runtime.attention.paged import has_triton, n_parts, paged_attention, reads_pages
 from realgraph.runtime.attention.pages import PAGE_TOKENS
 from realgraph.runtime.attention.passes import Head, attend
 
@@ -49,27 +50,26 @@ def gathered(query: Tensor, cache: KVCache, tables: Tensor, positions: Tensor, h
 
 
 CASES = (
-    (64, 3, PagedScores(0.125)),
-    (96, 1, PagedScores(0.1, window=70)),
-    (64, 2, PagedScores(0.125, window=16, softcap=5.0)),
-    (64, 2, PagedScores(0.2, sinks=torch.tensor([0.5, -2.0, 3.0, 0.0]))),
+    (64, 3, 0.125, ScoreShape()),
+    (96, 1, 0.1, ScoreShape(window=70)),
+    (64, 2, 0.125, ScoreShape(window=16, softcap=5.0)),
+    (64, 2, 0.2, ScoreShape(sinks=torch.tensor([0.5, -2.0, 3.0, 0.0]))),
 )
 
 
 def check(device: torch.device, dtype: torch.dtype) -> None:
     positions = torch.tensor(LENGTHS, device=device) - 1
-    for dim, group, scores in CASES:
+    for dim, group, scaling, asked in CASES:
         cache, tables = filled(dim, dtype, device)
         generator = torch.Generator().manual_seed(1)
         query = torch.randn(len(LENGTHS), KV_HEADS, group, dim, generator=generator).to(device, dtype)
-        sinks = None if scores.sinks is None else scores.sinks.to(device, dtype)
-        scores = scores._replace(sinks=sinks)
-        found = paged_attention(query, cache.planes_of(0), tables, positions, scores)
-        expected = gathered(query, cache, tables, positions, Head(*scores))
+        shape = asked._replace(sinks=None if asked.sinks is None else asked.sinks.to(device, dtype))
+        found = paged_attention(query, cache.planes_of(0), tables, positions, scaling, shape)
+        expected = gathered(query, cache, tables, positions, Head(scaling, *shape))
         within = 1e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(found.float(), expected, rtol=within, atol=within)
         some = slice(2, 3)  # alone, the longest is read in two parts; among many in one
-        alone = paged_attention(query[some], cache.planes_of(0), tables[some], positions[some], scores)
+        alone = paged_attention(query[some], cache.planes_of(0), tables[some], positions[some], scaling, shape)
         torch.testing.assert_close(alone, found[some], rtol=within, atol=within)
         assert n_parts(1, KV_HEADS, tables.shape[1] * PAGE_TOKENS) == 2
 

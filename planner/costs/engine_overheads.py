@@ -10,6 +10,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
+from realgraph.planner.costs.overhead import elementwise_share, pass_layer_seconds
 from realgraph.planner.inputs.devices import EfficiencyFactors
 
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
@@ -77,12 +78,11 @@ def beside_factors(overheads: EngineOverheads) -> EngineOverheads:
 def with_overheads(costs: EfficiencyFactors, overheads: EngineOverheads, apart: bool) -> EfficiencyFactors:
     """The factors with the engine's overheads beside the device's own. apart: the ranks of a replica lie on several
     nodes."""
-    of_pass = costs.layer_seconds if costs.pass_layer_seconds is None else costs.pass_layer_seconds
     return replace(
         costs,
         layer_seconds=costs.layer_seconds + overheads.decode_layer_seconds,
-        pass_layer_seconds=of_pass + overheads.pass_layer_seconds,
-        elementwise=(costs.elementwise or costs.memory) / overheads.elementwise,
+        pass_layer_seconds=pass_layer_seconds(costs) + overheads.pass_layer_seconds,
+        elementwise=elementwise_share(costs) / overheads.elementwise,
         step_seconds=costs.step_seconds + overheads.decode_step_seconds + apart * overheads.decode_nodes_seconds,
         sequence_seconds=costs.sequence_seconds + overheads.decode_sequence_seconds,
         microbatch_seconds=costs.microbatch_seconds + overheads.microbatch_seconds,

@@ -18,8 +18,12 @@ Operation = Literal["allreduce", "gather", "scatter", "exchange", "p2p"]
 def elementwise_bytes_per_s(setting: Setting) -> float:
     """Bandwidth of a pass's element-wise operations: activations of a small model stay in caches, those of a large one
     do not."""
-    costs = setting.costs
-    return setting.cluster.memory_bytes_per_s * (costs.elementwise or costs.memory)
+    return setting.cluster.memory_bytes_per_s * elementwise_share(setting.costs)
+
+
+def elementwise_share(costs: EfficiencyFactors) -> float:
+    """Share of the memory's bandwidth that a pass's element-wise operations reach."""
+    return costs.elementwise or costs.memory
 
 
 def optimizer_bytes_per_s(setting: Setting) -> float:

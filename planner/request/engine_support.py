@@ -65,9 +65,9 @@ class EngineSupport(Struct, frozen=True):
 # decode: `ContinuousBatch.step` less the pass itself, of a model that is next to nothing, on one core: 0.37 ms and 2.0
 #   to 2.3 us a sequence, for 1 to 1,024 of them.
 # decode_layer, pass_layer, elementwise: what benchmarks/results/gpu_engines.json (an H200, models of 0.6B and 1.7B) has
-#   beside the factors of devices.yaml: 0.07 ms a layer in steps of 64 sequences, graphs replayed (0.1 ms in a step of
-#   one); passes come out within 3 % at 1.7B then, and 20 % too fast at 0.6B. Norms are fused there, rotary positions,
-#   gates and the losses on logits are not.
+#   beside the factors of devices.yaml: 0.055 ms a layer in steps of 64 sequences, graphs replayed (more in a
+#   step of one); passes come out within 8 % at 1.7B then, and 11 to 21 % too fast at 0.6B. Norms are fused there;
+#   rotary positions, gates and the losses on logits are not.
 # wake: with every session the caches are given up, and the graphs of decode steps with them (`decode_graph.py`). About
 #   11 are captured again (powers of two of sequences, 9, and of four of lengths), each by two eager passes of 1.1 ms a
 #   layer (the same file).

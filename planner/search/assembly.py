@@ -61,7 +61,8 @@ def plan_of(prepared: PreparedProblem, solution: Solution) -> Plan:
         search_seconds=solution.seconds,
     )
     plan = with_prefetches(request, plan)
-    plan = _beside_streams(request, steady_state(request, _with_peaks(request, plan)))
+    plan = replace(plan, allocations=_all_completed(request, plan.allocations))
+    plan = _beside_streams(request, steady_state(request, plan))
     bounds = period(events_of(request, plan)).circuit  # the search's own circuit leaves out the free calls
     bound = min(plan.lower_bound_seconds, plan.period_seconds)  # a stream that gives way at any time may do better
     plan = replace(plan, lower_bound_seconds=bound, bottleneck=bounds, latency_seconds=step_latency(plan))
@@ -137,10 +138,6 @@ def _allocation(request: PlanRequest, call: str, option: PricedOption, mesh: Dev
         error=option.error,
         input_seconds=input_seconds(request, call, layout, group_for(request, layout)),
     )
-
-
-def _with_peaks(request: PlanRequest, plan: Plan) -> Plan:
-    return replace(plan, allocations=_all_completed(request, plan.allocations))
 
 
 def _beside_streams(request: PlanRequest, plan: Plan) -> Plan:

@@ -235,8 +235,6 @@ def _varlen_kernel(softcap: bool, dim: int, device: int) -> str:
 def _torch_varlen(rows: Rows, ragged: Ragged, scaling: float, shape: ScoreShape) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # needs no GPU to import, but only GPUs have the kernel
 
-    takes = signature(varlen_attn).parameters
-    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in takes else {}  # torch 2.11 groups heads unasked
     query, key, value = (x.contiguous() for x in rows)
     window = shape.window
     if shape.sinks is not None:
@@ -251,10 +249,18 @@ def _torch_varlen(rows: Rows, ragged: Ragged, scaling: float, shape: ScoreShape)
         ragged.longest_keys,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        **grouped,
+        **_grouping(),
     )
     assert isinstance(out, Tensor)
     return out
+
+
+@lru_cache
+def _grouping() -> dict[str, Any]:
+    """The argument by which torch's kernel groups heads: 2.11 has none, and groups them unasked."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 def _varlen_of(ragged: Ragged, scaling: float, window: int | None) -> SinklessKernel:

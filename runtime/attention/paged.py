@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from realgraph.runtime.attention.attention import ScoreShape
 from realgraph.runtime.attention.kv_cache import CacheShape
 from realgraph.runtime.attention.pages import PAGE_TOKENS
 
@@ -19,16 +20,6 @@ PART_TOKENS = 256  # least length of a part: a shorter one costs more to join th
 PROGRAMS = 512  # at which a GPU is busy: some four for each multiprocessor
 WIDEST_HEAD = 512  # bytes: what of it waits in shared memory, 99 KB of every GPU, is 78 KB then
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-class PagedScores(NamedTuple):
-    """The scores of a layer. window: tokens a query sees, None for all. softcap: None for none. sinks: [heads] or None,
-    see `attention.softmax_beside`."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
 
 
 @lru_cache
@@ -49,7 +40,9 @@ def n_parts(n: int, kv_heads: int, length: int) -> int:
     return max(1, min(wanted, -(-length // PART_TOKENS)))
 
 
-def paged_attention(query: Tensor, pages: Tensor, tables: Tensor, positions: Tensor, scores: PagedScores) -> Tensor:
+def paged_attention(
+    query: Tensor, pages: Tensor, tables: Tensor, positions: Tensor, scaling: float, shape: ScoreShape
+) -> Tensor:
     """[n, kv_heads, group, d], of the query's dtype: attention of each query to its sequence up to its own position.
 
     query: [n, kv_heads, group, d]; pages: [2, pages, PAGE_TOKENS x kv_heads x d], see `KVCache`; tables: [n, m] int64,
@@ -60,7 +53,7 @@ def paged_attention(query: Tensor, pages: Tensor, tables: Tensor, positions: Ten
     query = query.contiguous()
     out = torch.empty_like(query)
     parts = n_parts(n, kv_heads, tables.shape[1] * PAGE_TOKENS)
-    single, sinks = parts == 1 and scores.sinks is None, scores.sinks  # sinks are joined like one more part
+    single, sinks = parts == 1 and shape.sinks is None, shape.sinks  # sinks are joined like one more part
     partial = out if single else query.new_empty((parts, n, kv_heads, group, dim), dtype=torch.float32)
     sums = query.new_empty((parts, n, kv_heads, group), dtype=torch.float32)
     width = kernels.next_power_of_2(dim)
@@ -72,14 +65,14 @@ def paged_attention(query: Tensor, pages: Tensor, tables: Tensor, positions: Ten
         positions,
         partial,
         sums,
-        scores.scale,
-        scores.softcap or 0.0,
+        scaling,
+        shape.softcap or 0.0,
         pages.stride(0),
         tables.stride(0),
         n,
         parts,
-        WINDOW=scores.window or 0,
-        CAPPED=scores.softcap is not None,
+        WINDOW=shape.window or 0,
+        CAPPED=shape.softcap is not None,
         SINGLE=single,
         KV_HEADS=kv_heads,
         GROUP=group,

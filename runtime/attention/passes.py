@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from realgraph.runtime.attention.attention import capped_scores, softmax_beside
+from realgraph.runtime.attention.attention import ScoreShape, capped_scores, softmax_beside
 from realgraph.runtime.attention.kv_cache import KVCache
-from realgraph.runtime.attention.paged import PagedScores, paged_attention, reads_pages
+from realgraph.runtime.attention.paged import paged_attention, reads_pages
 from realgraph.runtime.attention.pages import PAGE_TOKENS, pages_for
 
 CACHED_ATTENTION = "realgraph_cached"
@@ -182,8 +182,8 @@ class DecodePass:
         # query heads of one key head become its queries: no key is repeated
         packed = query.reshape(n, key.shape[1], heads // key.shape[1], dim)
         if self._rows is None:
-            scores = PagedScores(head.scale, head.window, head.softcap, head.sinks)
-            out = paged_attention(packed, self._cache.planes_of(layer), self._tables, self._positions, scores)
+            pages, shape = self._cache.planes_of(layer), ScoreShape(head.window, head.softcap, head.sinks)
+            out = paged_attention(packed, pages, self._tables, self._positions, head.scale, shape)
             return out.reshape(n, 1, heads, -1)
         masks = self._mask(head.window, query.dtype)
         parts = []
