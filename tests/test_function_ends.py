@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from realgraph.graphs.spec import Function
-from realgraph.runtime.functions.functions import Unit
+from realgraph.runtime.functions.functions import Unit, UnitResult
 from realgraph.runtime.functions.host import FunctionHost
 from realgraph.runtime.processes.launcher import WorkerBoot, WorkerProgram
 from realgraph.runtime.processes.local import LocalFleet, LocalLauncher
@@ -126,9 +126,27 @@ def test_daemons_end_with_a_time_limit_and_with_their_process(folder: Path, mark
         thread.start()
         assert until(lambda: len(marked(mark)) == 4 and sum(map(sleeps, marked(mark))) == 2)  # each runs what it is for
         (functions,) = [pid for pid in marked(mark) if parent(pid) == host.pids()[0] and not sleeps(pid)]
-        os.kill(functions, signal.SIGKILL)
+        os.kill(functions, signal.SIGSEGV)
         thread.join(20)
         assert until(lambda: marked(mark) == [], 5)
+
+
+@pytest.mark.parametrize("victim", ["guardian", "functions"])
+def test_what_is_killed_from_outside_is_run_again_once(folder: Path, mark: str, victim: str) -> None:
+    results: list[UnitResult] = []
+    with FunctionHost(str(folder)) as host:
+        thread = threading.Thread(target=lambda: results.extend(host.run("r", call("daemon"), unit("hang"))))
+        thread.start()
+        before: set[int] = set()
+        for _ in range(2):
+            assert until(lambda: sum(sleeps(pid) for pid in set(marked(mark)) - before) == 2)
+            before.update(marked(mark))  # a guardian that is killed leaves daemons
+            (guardian,) = host.pids()
+            (functions,) = [pid for pid in marked(mark) if parent(pid) == guardian and not sleeps(pid)]
+            os.kill(guardian if victim == "guardian" else functions, signal.SIGKILL)
+        thread.join(20)
+        assert "killed by SIGKILL" in results[0].error
+        assert results[0].values == {"reward": 0.0}  # of `on_error: score`
 
 
 def parent(pid: int) -> int:
@@ -175,6 +193,14 @@ def test_a_copy_of_the_process_answers_nothing(folder: Path, mark: str, capfd: p
 # --- the whole tree of a run ------------------------------------------------------------------------------------------
 
 
+def functions_of(worker: int, mark: str) -> tuple[int, int]:
+    """The guardian of a worker's functions, and their process."""
+    guardian = min(marked(mark), key=lambda pid: (parent(pid) != worker, pid))
+    functions = min(marked(mark), key=lambda pid: (parent(pid) != guardian, sleeps(pid), pid))
+    assert not sleeps(functions)
+    return guardian, functions
+
+
 def work(boot: WorkerBoot) -> None:
     """A worker whose function has started daemons and does not return."""
     folder = Path(boot.log).parent
@@ -215,9 +241,8 @@ def test_nothing_that_functions_started_outlives_anybody(folder: Path, victim: s
         assert master.stdin is not None
         worker = int(master.stdout.readline())
         assert until(lambda: sum(map(sleeps, marked(mark))) == 2), (folder / "0.log").read_text()
-        guardian = min(marked(mark), key=lambda pid: (parent(pid) != worker, pid))
-        functions = min(marked(mark), key=lambda pid: (parent(pid) != guardian, sleeps(pid), pid))
-        assert not sleeps(functions)
+        guardian, functions = functions_of(worker, mark)
+        before = set(marked(mark))
         whom = {
             "nobody": [],
             "master": [master.pid],
@@ -230,6 +255,9 @@ def test_nothing_that_functions_started_outlives_anybody(folder: Path, victim: s
         for pid in whom:
             with contextlib.suppress(ProcessLookupError):  # it has ended with the one before it
                 os.kill(pid, signal.SIGKILL)
+        if victim in ("guardian", "functions"):  # what they ran runs again, once
+            assert until(lambda: sum(sleeps(pid) for pid in set(marked(mark)) - before) == 2)
+            os.kill(functions_of(worker, mark)[victim == "functions"], signal.SIGKILL)
         if not whom:
             master.stdin.write("end\n")
             master.stdin.flush()

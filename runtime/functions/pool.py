@@ -55,6 +55,7 @@ class PoolCall:
     probe: bool = False
     env: tuple[str, ...] = ()  # names of variables that its process gets
     alone: bool = False
+    repeated: bool = False  # the process that it ran in alone was killed from outside once
     deadline: float = float("inf")
 
 
@@ -281,8 +282,16 @@ class FunctionPool:
                 self._blame(process, FunctionOutcome(kind, text=text))
 
     def _died(self, process: _Process) -> None:
+        """A process has ended. The one work that it held runs again, once, where it was killed from outside."""
         self._forget(process)
-        self._blame(process, FunctionOutcome("died", text=process.own.died()))
+        death = process.own.died()
+        works = list(process.held.values())
+        if death.from_outside and len(works) == 1 and not works[0].repeated:
+            process.held.clear()
+            works[0].repeated = True
+            self._queue.appendleft(works[0])
+        else:
+            self._blame(process, FunctionOutcome("died", text=death.text))
 
     def _blame(self, process: _Process, outcome: FunctionOutcome) -> None:
         """The one work that the process held has failed; of several, each is run again alone."""

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from realgraph.runtime.processes.environment import variables
 
@@ -29,6 +29,17 @@ PASSED = re.compile(
     r"|HF_HOME|HF_HUB_CACHE|HF_DATASETS_CACHE|HF_HUB_OFFLINE|HF_DATASETS_OFFLINE|TRANSFORMERS_OFFLINE"
     r"|SSL_CERT_FILE|SSL_CERT_DIR|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE"
 )
+
+
+class Death(NamedTuple):
+    """The end of a subprocess that nobody here has asked for.
+
+    text: `ended its process ...`. from_outside: by SIGKILL, for which functions have no use: a person sent it, the
+    kernel where the machine's memory is full, or a cluster that ends all processes of a job.
+    """
+
+    text: str
+    from_outside: bool = False
 
 
 class Guardian(Protocol):
@@ -98,27 +109,28 @@ class FunctionProcess:
             self._control.shutdown(socket.SHUT_WR)
         self._finish()
 
-    def died(self) -> str:
-        """End it after its calls have ended without being asked to, and say how that came: `ended its process ...`."""
+    def died(self) -> "Death":
+        """End it after its calls have ended without being asked to, and say how that came."""
         self.calls.close()
         with contextlib.suppress(OSError):  # it has ended
             self._control.sendall(b"?")
         what, _, number = self._finish().partition(" ")
         match what:
             case "exit" if int(number) >= 0:
-                return f"ended its process with exit code {number}"
+                return Death(f"ended its process with exit code {number}")
             case "exit":
-                return f"had its process killed by {_signal_name(-int(number))}"
+                return Death(f"had its process killed by {_signal_name(-int(number))}", -int(number) == signal.SIGKILL)
             case "limit":
                 limit = self._bounds.processes
                 hint = "runtime.function_max_processes sets the limit"
-                return f"had {number} processes running, more than the {limit} allowed, and all were killed; {hint}"
+                text = f"had {number} processes running, more than the {limit} allowed, and all were killed"
+                return Death(f"{text}; {hint}")
             case "closed":
-                return "closed the socket that carries its answers, and was killed"
+                return Death("closed the socket that carries its answers, and was killed")
             case _:
                 status = self._guardian.returncode or 0
                 how = f"was killed by {_signal_name(-status)}" if status < 0 else f"ended with exit code {status}"
-                return f"lost the guardian of its process, which {how}"
+                return Death(f"lost the guardian of its process, which {how}", -status == signal.SIGKILL)
 
     def _finish(self) -> str:
         """The guardian's report, once it has ended."""
