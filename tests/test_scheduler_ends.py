@@ -12,7 +12,7 @@ from realgraph.runtime.commands.actions import CheckpointWritten, Halt, StopRequ
 from realgraph.runtime.scheduler.scheduler import Scheduler
 from realgraph.runtime.wire.protocol import Command, Done, Evaluate, Execute, Failed, Heartbeat, Save, Submit
 from tests.shapes import Shape, build_graph, graph_of, job_of, random_shape
-from tests.simulator import Simulator
+from tests.simulator import Simulator, ended_steps
 
 STREAMING = ("reward", "bonus", "other", "filter")
 
@@ -163,3 +163,20 @@ def test_a_plan_whose_orders_block_each_other_is_named() -> None:
     assert isinstance(halt, Halt)
     assert "the plan's orders block each other" in halt.reason
     assert "train of step 0" in halt.reason
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 4, 8])
+def test_orders_get_the_batches_that_they_ask_for_ahead_whatever_the_limit_of_work_in_flight(ahead: int) -> None:
+    """All devices make the samples of `ahead` steps later before they train a step."""
+    shape = Shape(staleness=ahead, steps=3 * ahead + 2)
+    job = job_of(shape)
+    turns = tuple(Turn(name, ahead if name == "rollout" else 0) for name in ("rollout", "ref_logp", "train"))
+    plan = msgspec.structs.replace(job.plan, orders=dict.fromkeys(range(2), turns))
+    scheduler = Scheduler(msgspec.structs.replace(job, plan=plan), range(2), 1000, None, 5)
+    simulator = Simulator(shape, random.Random(ahead), scheduler)
+    halt = simulator.run()
+    assert halt is not None
+    assert (halt.reason, simulator.step) == ("finished", shape.steps)
+    trained = [ended for ended in ended_steps(simulator) if ended.step >= 2 * ahead]
+    assert trained
+    assert all(0 < ended.age.value >= ahead - 1 for ended in trained)

@@ -103,10 +103,10 @@ class Collection:
         else:
             self._tasks.unwatch(worker)
 
-    def admit(self, places: int, at: Admission, now: float) -> list[Action]:
-        """Admit as many groups as places and the limit of work in flight allow, each to the worker with least to do."""
+    def admit(self, places: int, at: Admission, now: float, limited: bool = True) -> list[Action]:
+        """Admit as many groups as places, and if `limited` the work in flight, allow, each to who has least to do."""
         most = self._concurrency.most_per_engine if self._concurrency is not None else math.inf
-        dealt = self.loads[self._program.generate].deal(self._room(places), at.owners, most, at.resting)
+        dealt = self.loads[self._program.generate].deal(self._room(places, limited), at.owners, most, at.resting)
         groups = [self._ledger.admit(worker, at.version) for worker in dealt]
         if self._concurrency is not None:
             self._concurrency.admitted([group.id for group in groups], now)
@@ -127,9 +127,9 @@ class Collection:
             group.keeper = keeper_of(group.id, group.owner, engines)
         return tuple([group.keeper for group in groups]) if self._shares else ()
 
-    def _room(self, places: int) -> int:
+    def _room(self, places: int, limited: bool) -> int:
         """The places that may be taken of so many: there is a limit of work in flight, too."""
-        if self._concurrency is None:
+        if self._concurrency is None or not limited:
             return places
         return min(places, self._concurrency.room(self._ledger.n_waiting))
 

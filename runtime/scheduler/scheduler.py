@@ -300,13 +300,19 @@ class Scheduler:
             if moved is None:
                 if not self._halted:
                     actions += self._admit(now)
+                    if self._stands_still:  # the orders ask for more batches ahead than the limit has in flight
+                        actions += self._admit(now, limited=False)
                 break
             actions += moved
-        if not self._halted and not self._tasks.flying and not self._tasks.watches:
+        if not self._halted and self._stands_still:
             heads = self._devices.turns.heads(self._barrier, self._boundary.target)
             error = failures.stalled(self._workers[0], [f"{head.call} of step {head.step}" for head in heads])
             actions += self._halt(error, error.error)
         return actions
+
+    @property
+    def _stands_still(self) -> bool:
+        return not self._tasks.flying and not self._tasks.watches
 
     @property
     def _barrier(self) -> int:
@@ -334,8 +340,8 @@ class Scheduler:
             return last
         return [*(batched or ()), *free, *(ended or ()), *(last or ())]
 
-    def _admit(self, now: float) -> list[Action]:
-        """Begin samples, where none wait for new weights."""
+    def _admit(self, now: float, limited: bool = True) -> list[Action]:
+        """Begin samples, where none wait for new weights; a batch at most where not by the limit of work in flight."""
         target = self._boundary.target
         draining = self._devices.draining(self._barrier, target)
         begun = self._collection.hold(draining, now)
@@ -348,7 +354,7 @@ class Scheduler:
         for at in self._devices.admissions():
             room = self._ledger.room(at.version, target)
             room = room if self._devices.session is not None or not self._program.generate else min(room, again)
-            begun += self._collection.admit(room, at, now)
+            begun += self._collection.admit(room if limited else min(room, self._ledger.per_batch), at, now, limited)
         return begun
 
     def _assemble(self, now: float) -> list[Action] | None:
