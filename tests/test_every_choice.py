@@ -30,6 +30,7 @@ BASE: dict[str, Any] = {
 RUNS: dict[str, dict[str, Any]] = {
     "together": {
         "graph": "ppo",
+        "batch": {"expected_new_tokens": 2, "max_new_tokens": 100},  # so there is a spare cache
         "allocation": {
             "rollout": {"devices": 4, "dp": 4, "ep": 4},
             "ref_logp": {"devices": 4, "dp": 2, "cp": 2, "sharding": "fsdp", "residency": "offloaded"},

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from realgraph.graphs.graph import Graph
-from realgraph.planner.costs.memory.terms import usable_bytes
+from realgraph.planner.costs.memory.terms import CACHE_PAGE_TOKENS, usable_bytes
 from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.options.holdings import active_of, peak_of
@@ -23,8 +23,8 @@ from realgraph.planner.search import levels, streams
 from realgraph.planner.search.assembly import plan_of
 from realgraph.planner.search.baselines import baselines_of, best_of_rules, rule_solutions
 from realgraph.planner.search.levels import levels_up_to
-from realgraph.planner.search.search import search
-from realgraph.planner.search.streams import gives_up_caches
+from realgraph.planner.search.search import reprice, search
+from realgraph.planner.search.streams import gives_up_caches, kept_caches
 from realgraph.planner.search.window import window_of
 from realgraph.planner.solve.solver import evaluate, solve
 from tests.planner_cases import cluster, grpo, ppo, request
@@ -198,3 +198,30 @@ def test_calls_that_a_stream_pauses_for_count_the_caches_that_it_keeps(cache_tok
     assert cache > 0 and kept == (0 if gives_up_caches(asked, plan) else cache)
     assert gives_up_caches(asked, plan) == (cache_tokens == 400_000)
     assert plan.allocations["train"].bound_bytes <= usable_bytes(asked.cluster)
+
+
+@pytest.mark.parametrize(("model", "staleness"), [("Qwen/Qwen3-1.7B", 0), ("Qwen/Qwen3-1.7B", 2), ("Qwen/Qwen3-8B", 2)])
+def test_half_of_the_memory_that_is_left_is_spare_cache(model: str, staleness: int) -> None:
+    """As far as the sequences that run at once can fill it, and none where the size of the cache is pinned."""
+    asked = at_staleness(request(grpo(), model, cluster(devices=4), workload=LONG), staleness)
+    plan = search(asked, LIMITS)
+    rollout, room = plan.allocations["rollout"], usable_bytes(asked.cluster)
+    spare, most = rollout.spare_cache_tokens, rollout.running * (LONG.prompt_tokens + LONG.max_new_tokens)
+    assert spare % CACHE_PAGE_TOKENS == 0
+    assert 0 < spare <= max(0, most - rollout.tokens) + CACHE_PAGE_TOKENS
+    lean = replace(plan, allocations={**plan.allocations, "rollout": replace(rollout, spare_cache_tokens=0)})
+    assert gives_up_caches(asked, plan) == gives_up_caches(asked, lean)
+    before = reprice(asked, lean).allocations
+    nbytes = rollout.peak_bytes - before["rollout"].peak_bytes
+    beside = kept_caches(asked, plan)
+    for name, allocation in plan.allocations.items():
+        more = nbytes if name in (*beside, "rollout") else 0
+        assert allocation.bound_bytes == before[name].bound_bytes + more
+        assert more <= (room - before[name].bound_bytes) / 2
+        assert allocation.seconds == before[name].seconds
+    assert reprice(asked, plan).allocations == plan.allocations
+    pinned = search(replace(asked, pins={"rollout": Pin(kv_cache_tokens=rollout.kv_cache_tokens)}), LIMITS)
+    assert pinned.allocations["rollout"].spare_cache_tokens == 0
+    edited = replace(rollout, spare_cache_tokens=1 << 40)
+    (problem,) = validate(replace(plan, allocations={**plan.allocations, "rollout": edited}), asked)
+    assert "usable" in problem.text

@@ -36,7 +36,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "grpo": merged(GRPO, {"eval": {**EVAL["eval"], "n": 2, "k": [1, 2], "temperature": 1.0}}),
     "ppo": merged({"graph": "ppo", "params": {"actor_lr": 3e-3}, "batch": {"groups": 16}}, EVAL),
     "raft": {"graph": "raft", "params": {"group_size": 4}, "calls": {"reward": {"fn": "rewards:score"}}},
-    "generate": {"graph": "generate", "params": {"n": 2}},
+    "generate": {"graph": "generate", "params": {"n": 2}, "batch": {"expected_new_tokens": 2, "max_new_tokens": 48}},
     "fsdp": merged(GRPO, {"allocation": {"train": {"sharding": "fsdp", "devices": 2}}}),
     "apart": merged(GRPO, {"allocation": {"train": {"first": 0, "devices": 1}, "rollout": {"first": 1, "devices": 1}}}),
     "one": merged(GRPO, {"cluster": {"devices": 1}, "calls": {"reward": READS_PROMPT}}, EVAL),
@@ -91,6 +91,10 @@ def test_a_run_records_what_it_did(home: Path, name: str) -> None:
             assert metrics[f"{call}/peak_bytes"] > 1e6
         assert metrics["batch/groups"] == merged(BASE, RUNS[name])["batch"]["groups"]
     assert timed == calls
+    if name == "generate":  # samples are longer than expected: the cache has what the plan keeps for that
+        free = max(record["metrics"]["rollout/free_cache_tokens"] for record in steps)
+        assert free > allocations["rollout"]["kv_cache_tokens"]
+        assert allocations["rollout"]["spare_cache_tokens"] > 0
     for role in TRAINED.get(name, "").split():
         assert [record["metrics"][f"version/{role}"] for record in steps] == [1, 2, 3]
         call = "train" if TRAINED[name] == "actor" else f"train_{role}"

@@ -93,6 +93,14 @@ def _running(request: PlanRequest, call: str, candidate: CallOption) -> Footprin
     return rows + memory.gathered(model, role, layout, running_of(candidate) if isinstance(kind, Train) else None)
 
 
+def spare_cache(request: PlanRequest, call: str, layout: Layout, tokens: int) -> Footprint:
+    """So many tokens, of whole pages, on each device of a generate call besides those of its option."""
+    per_token = memory.cache_bytes_per_token(
+        request.model(call), request.role(call), replace(layout, mesh=ONE_DEVICE, dp=1), request.engine.cache_bytes
+    )
+    return Footprint(kv_cache=per_token * tokens)
+
+
 def running_of(candidate: CallOption) -> Running:
     """The same in the terms of memory: see `memory.train_activations`."""
     return Running(candidate.recompute, chunks=candidate.chunks)

@@ -37,12 +37,20 @@ class Allocation(CallOption, frozen=True):
     latency_seconds: Seconds = 0.0
     microbatches: Count = 0
     running: Count = 0  # sequences that decode at once on a data-parallel rank, of a generate call
+    # of a generate call, of each device's cache beyond `kv_cache_tokens`: for samples that get longer than expected, in
+    # memory that nothing else of the plan takes
+    spare_cache_tokens: Count = 0
     ahead: Count = 0  # of a stream of generation: batches that it has begun before the one that a session completes
     host_bytes: Count = 0  # per device, of what is offloaded
     error: Annotated[float, Meta(ge=0)] = 0.0  # standard deviation of ln(measured / predicted) of `seconds`
     input_seconds: Seconds = 0.0
     prefetch_during: str = ""
     prefetch_seconds: Seconds = 0.0
+
+    @property
+    def most_cache_tokens(self) -> int | None:
+        """Tokens that a device may have in its cache, of a generate call."""
+        return None if self.kv_cache_tokens is None else self.kv_cache_tokens + self.spare_cache_tokens
 
 
 def reallocation_node(call: str) -> str:

@@ -94,7 +94,8 @@ def _allocation(name: str, old: Allocation, new: Allocation) -> Iterator[PlanCha
 
 
 def _batches(allocation: Allocation) -> str:
-    tokens = f"{allocation.tokens:,} tokens"
+    spare = f" + {allocation.spare_cache_tokens:,}" if allocation.spare_cache_tokens else ""
+    tokens = f"{allocation.tokens:,}{spare} tokens"
     running = f", {allocation.running:,} sequences at once" if allocation.running else ""
     return f"{allocation.microbatches:,} x {tokens}{running}" if allocation.microbatches else f"{tokens}{running}"
 

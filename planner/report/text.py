@@ -113,9 +113,10 @@ def table_legend(report: Report) -> Iterator[str]:
 def memory_text(allocation: Allocation, quantile: float) -> str:
     """`74.0 GB expected at its peak, most of it activations; 78.1 GB at the quantile 0.95 (memory.quantile)`."""
     mean = f"{bytes_text(allocation.peak_bytes)} expected at its peak, most of it {words(allocation.worst_term)}"
-    return (
-        f"{mean}; {bytes_text(allocation.bound_bytes)} at the quantile {quantile:g} (memory.quantile), which must fit"
-    )
+    bound = f"{bytes_text(allocation.bound_bytes)} at the quantile {quantile:g} (memory.quantile), which must fit"
+    spare = allocation.spare_cache_tokens
+    longer = f"; of its cache, {counted(spare, 'token')} are spare, for samples longer than expected" if spare else ""
+    return f"{mean}; {bound}{longer}"
 
 
 def bar_text(bar: MemoryBar) -> str:

@@ -1,13 +1,16 @@
 """A Plan from a solved problem, and the predictions of a plan that was edited by hand. Searches nothing."""
 
+import math
 from collections.abc import Mapping
 
 from msgspec.structs import replace
 
 from realgraph.planner.costs.memory.memory import Footprint
-from realgraph.planner.options.calls import free_seconds, input_seconds, microbatches_of
+from realgraph.planner.costs.memory.terms import CACHE_PAGE_TOKENS
+from realgraph.planner.options.calls import free_seconds, input_seconds, microbatches_of, sample_tokens, sized
 from realgraph.planner.options.choices import CONTEXT_TOKENS
 from realgraph.planner.options.couplings import moves_of
+from realgraph.planner.options.footprints import spare_cache
 from realgraph.planner.options.holdings import (
     allocation_of,
     candidate_of,
@@ -21,16 +24,19 @@ from realgraph.planner.options.holdings import (
 from realgraph.planner.options.meshes import group_of
 from realgraph.planner.options.moves import Place, move_matrix, transport_of
 from realgraph.planner.options.pricing import PricedOption, options_of
-from realgraph.planner.options.tables import PreparedProblem
+from realgraph.planner.options.tables import PreparedProblem, device_bytes
 from realgraph.planner.plan.events import EventGraph, event_graph, period
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.plan import Allocation, Plan, Transport, Turn
 from realgraph.planner.plan.problem import Choice, Solution
+from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest, hashes
 from realgraph.planner.search.period_error import period_bar
 from realgraph.planner.search.prefetch import prefetch_priced, with_prefetches
-from realgraph.planner.search.streams import kept_caches, starts_of, steady_state
+from realgraph.planner.search.streams import kept_caches, room_beside, starts_of, steady_state
 from realgraph.planner.solve.solver import orders
+
+SPARE_FRACTION = 0.5  # of the memory that is left, for longer samples: peaks are predictions, and the rest stays free
 
 
 def plan_of(prepared: PreparedProblem, solution: Solution) -> Plan:
@@ -62,7 +68,7 @@ def plan_of(prepared: PreparedProblem, solution: Solution) -> Plan:
     )
     plan = with_prefetches(request, plan)
     plan = replace(plan, allocations=_all_completed(request, plan.allocations))
-    plan = _beside_streams(request, steady_state(request, plan))
+    plan = _with_spare_caches(request, _beside_streams(request, steady_state(request, plan)))
     bounds = period(events_of(request, plan)).circuit  # the search's own circuit leaves out the free calls
     bound = min(plan.lower_bound_seconds, plan.period_seconds)  # a stream that gives way at any time may do better
     plan = replace(plan, lower_bound_seconds=bound, bottleneck=bounds, latency_seconds=step_latency(plan))
@@ -147,6 +153,33 @@ def _beside_streams(request: PlanRequest, plan: Plan) -> Plan:
     return replace(plan, allocations={**plan.allocations, **beside})
 
 
+def _with_spare_caches(request: PlanRequest, plan: Plan) -> Plan:
+    """The plan with a part of the memory that is left for the cache of its generate call, as far as all sequences that
+    run at once could get as long as they may.
+
+    A cache that is pinned stays as it is, and so do those of several generate calls, which lie beside each other.
+    """
+    names = [name for name in request.graph.generates if name in plan.allocations]
+    if len(names) != 1 or request.pins.get(names[0], Pin()).kv_cache_tokens:
+        return plan
+    (call,) = names
+    allocation, own = plan.allocations[call], sized(request, call)
+    usable = device_bytes(request, group_for(request, allocation.layout))
+    kept = kept_caches(request, plan)
+    room: float = min(usable - plan.allocations[name].bound_bytes for name in (call, *kept))
+    if kept:
+        room = min(room, room_beside(request, plan, call))
+    page = spare_cache(request, call, allocation.layout, CACHE_PAGE_TOKENS).kv_cache
+    wanted = allocation.running * sample_tokens(own) - allocation.tokens
+    pages = min(math.ceil(wanted / CACHE_PAGE_TOKENS), int(SPARE_FRACTION * room) // page)
+    if pages <= 0:
+        return plan
+    grown = replace(allocation, spare_cache_tokens=pages * CACHE_PAGE_TOKENS)
+    allocations = {**plan.allocations, call: grown}
+    allocations[call] = _completed(request, allocations, call)
+    return _beside_streams(request, replace(plan, allocations=allocations))
+
+
 def _all_completed(request: PlanRequest, allocations: Mapping[str, Allocation]) -> dict[str, Allocation]:
     return {name: _completed(request, allocations, name) for name in allocations}
 
@@ -187,6 +220,7 @@ def repriced(request: PlanRequest, plan: Plan) -> Plan:
             partial[name],
             residency=allocation_of(candidate).residency,
             ahead=old.ahead,
+            spare_cache_tokens=old.spare_cache_tokens,
             prefetch_during=old.prefetch_during,
         )
     allocations = _all_completed(request, partial if keeps else prefetch_priced(request, partial))

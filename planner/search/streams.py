@@ -104,17 +104,23 @@ def keeps_caches(request: PlanRequest, plan: Plan, call: str) -> bool:
 
     If not, its sequences are prefilled again after the pause.
     """
+    return room_beside(request, plan, call) >= 0
+
+
+def room_beside(request: PlanRequest, plan: Plan, call: str) -> float:
+    """Bytes that are left of the fullest device of a paused stream while another call runs there beside its caches and
+    weights; less than 0: they have no room; infinite where nothing else runs there."""
     allocations, mesh = plan.allocations, plan.allocations[call].layout.mesh
     limit = device_bytes(request, group_for(request, allocations[call].layout))
     own = active_of(request, allocations, call).total + margin_of(request, allocations, call)
+    room = math.inf
     for name, other in allocations.items():
         there = other.layout.mesh
         if name != call and there.overlaps(mesh):
             both = max(mesh.first, there.first), min(mesh.devices.stop, there.devices.stop)
             added = active_of(request, allocations, name).total + margin_of(request, allocations, name)
-            if resident_on(request, allocations, *both) + added + own > limit:
-                return False
-    return True
+            room = min(room, limit - (resident_on(request, allocations, *both) + added + own))
+    return room
 
 
 def kept_caches(request: PlanRequest, plan: Plan) -> dict[str, int]:

@@ -29,6 +29,7 @@ def toy_plan(plan: Plan, toy: PlanRequest, scale: ToyScale, typical: float) -> P
 def _allocation(allocation: Allocation, scale: ToyScale, typical: float, longest: int) -> Allocation:
     """longest: tokens of the longest sample of the call, which is longer than others where its prompts are written."""
     tokens, cache, shared = allocation.max_tokens_per_microbatch, allocation.kv_cache_tokens, allocation.layout.cp
+    spare = allocation.spare_cache_tokens
     if tokens is not None:
         tokens = math.ceil(max(longest, scale.microbatch(tokens * shared, typical)) / shared)
     return replace(
@@ -36,4 +37,5 @@ def _allocation(allocation: Allocation, scale: ToyScale, typical: float, longest
         max_tokens_per_microbatch=tokens,
         kv_cache_tokens=None if cache is None else max(longest, scale.cache(cache, typical)),
         running=scale.sequences(allocation.running),
+        spare_cache_tokens=scale.cache(spare, typical) if spare else 0,
     )

@@ -1,5 +1,6 @@
 """The run that a rehearsal is: the same graph over toy models, made data and short samples, in float64 on CPUs."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ SCORE = "realgraph.rehearsal.scores:score"
 STEPS = 2
 THREADS = 1
 MEMORY_GB = 4.0  # of a process: what a toy takes is not what a rehearsal asks about
-PATIENCE_SECONDS = 600.0  # of a call: a core may have ten processes
+LEAST_PATIENCE_SECONDS = 600.0  # of a call
+PATIENCE_SECONDS = 100.0  # of a call for each process that a core has
 MORE_ROWS = 2  # than a step has
 
 
@@ -73,13 +75,7 @@ def toy_run(checked: Checked, scale: ToyScale, home: Path) -> ToyRun:
         eval=None,
         checkpoint=CheckpointSpec(every=STEPS),
         outputs=OutputSpec(),
-        runtime=replace(
-            run.runtime,
-            min_deadline_seconds=PATIENCE_SECONDS,
-            start_seconds=PATIENCE_SECONDS,
-            lost_after_seconds=PATIENCE_SECONDS,
-            threads=THREADS,
-        ),
+        runtime=replace(run.runtime, threads=THREADS),
     )
     graph = replace(checked.graph, models=models, calls=_toy_calls(checked.graph, scale))
     typical = typical_tokens(checked.graph, rows, scale.sample)
@@ -87,13 +83,20 @@ def toy_run(checked: Checked, scale: ToyScale, home: Path) -> ToyRun:
 
 
 def on_cluster(checked: Checked, cluster: Cluster | None) -> Checked:
-    """The rehearsal on as many processes as the cluster has devices, in as many nodes; None: on one process."""
+    """The rehearsal on as many processes as the cluster has devices, in as many nodes; None: on one process.
+
+    The more of them a core has, the longer a call may take.
+    """
     uniform = cluster is not None and not cluster.more
     devices = 1 if cluster is None else cluster.devices_per_node if uniform else cluster.n_devices
     nodes = cluster.nodes if cluster is not None and uniform else 1
     host_memory = MEMORY_GB * devices
     spec = ClusterSpec(nodes, devices, CPU, memory_gb=MEMORY_GB, host_memory_gb=host_memory)
-    return replace(checked, run=replace(checked.run, cluster=spec))
+    patience = max(LEAST_PATIENCE_SECONDS, PATIENCE_SECONDS * nodes * devices / (os.cpu_count() or 1))
+    runtime = replace(
+        checked.run.runtime, min_deadline_seconds=patience, start_seconds=patience, lost_after_seconds=patience
+    )
+    return replace(checked, run=replace(checked.run, cluster=spec, runtime=runtime))
 
 
 def _toy_models(checked: Checked, scale: ToyScale, home: Path) -> tuple[list[ToyModel], dict[str, ModelRole]]:

@@ -180,5 +180,5 @@ class LaterPrompts:
         limit = job.data.max_prompt_tokens
         if job.graph.keys[rollouts.prompt_key].producer != INPUT:
             limit = call.max_prompt_tokens or limit + job.batch.max_new_tokens
-        cache = job.plan.allocations[rollouts.name].kv_cache_tokens
+        cache = job.plan.allocations[rollouts.name].most_cache_tokens
         return limit if cache is None else min(limit, cache - rollouts.sampling.max_new_tokens)

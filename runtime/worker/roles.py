@@ -153,7 +153,7 @@ class Roles:
         planned = job.plan.allocations[name]
         limits = RolloutLimits(
             max_running=job.rollout.max_running or planned.running or None,
-            max_cache_tokens=planned.kv_cache_tokens,
+            max_cache_tokens=planned.most_cache_tokens,
         )
         weights: WeightSource
         if beside is not None:

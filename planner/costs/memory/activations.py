@@ -187,14 +187,19 @@ def generation(
 ) -> Footprint:
     """A cache of `kv_tokens` tokens in the fullest stage's layers, in whole pages and one for padding, and the
     activations and logits of a prefill pass. cache_bytes: of a number in it; None: as in the role's dtype."""
-    cut = min(layout.tp, model.kv_heads) if model.latent is None else 1  # one latent serves all heads
-    layers = max(stage_totals(stages_of(model, role.head, layout)))
-    per_token = kv_bytes_per_token(model, cache_bytes or element_bytes(role.dtype)) * layers // (model.layers * cut)
+    per_token = cache_bytes_per_token(model, role, layout, cache_bytes)
     entered = min(kv_tokens, PREFILL_TOKENS)
     prefill = _forward_rows(model, role, layout, entered)
     logits = _logits(model, role, layout, entered, 0)  # engines that serve need those of last tokens only
     pages = math.ceil(kv_tokens / CACHE_PAGE_TOKENS) + 1
     return Footprint(kv_cache=per_token * pages * CACHE_PAGE_TOKENS, logits=logits) + prefill
+
+
+def cache_bytes_per_token(model: ModelSpec, role: ModelRole, layout: Layout, cache_bytes: int | None = None) -> int:
+    """Bytes of one token in the cache of a device of the fullest stage."""
+    cut = min(layout.tp, model.kv_heads) if model.latent is None else 1  # one latent serves all heads
+    layers = max(stage_totals(stages_of(model, role.head, layout)))
+    return kv_bytes_per_token(model, cache_bytes or element_bytes(role.dtype)) * layers // (model.layers * cut)
 
 
 def _logits(model: ModelSpec, role: ModelRole, layout: Layout, tokens: int, whole: int | None = None) -> int:

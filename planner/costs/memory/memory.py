@@ -10,6 +10,7 @@ from functools import lru_cache
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.memory.activations import (
     Running,
+    cache_bytes_per_token,
     forward_activations,
     generation,
     in_flight,
@@ -52,6 +53,7 @@ __all__ = [
     "Recompute",
     "Running",
     "Term",
+    "cache_bytes_per_token",
     "communicators",
     "cuts_model",
     "element_bytes",
