@@ -78,7 +78,7 @@ test-sglang: $(VENV)/ready
 	fi
 
 fuzz: $(VENV)/ready
-	$(PYTEST) -q --hypothesis-profile=default $(SPREAD) --ignore=tests/sglang
+	$(PYTEST) -q --hypothesis-profile=random $(SPREAD) --ignore=tests/sglang
 
 coverage: $(VENV)/ready
 	$(PYTEST) -q $(SPREAD) --ignore=tests/sglang --cov --cov-report=term:skip-covered

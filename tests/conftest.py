@@ -8,13 +8,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Before torch is loaded: the ranks and workers of a test share the cores, and threads that spin would take all of them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The same cases in each run of `make test`, so that a red one is due to a change; `make fuzz` draws others.
-settings.register_profile("repeatable", derandomize=True)
+# The same cases in each run of `make test`, so that a red one is due to a change; `make fuzz` draws others. Nothing is
+# timed: other processes may have the cores.
+settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("repeatable", settings.get_profile("random"), derandomize=True)
 settings.load_profile("repeatable")
 
 gc.disable()  # until all tests are collected: nearly all of the many objects that imports make stay

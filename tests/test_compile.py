@@ -22,7 +22,7 @@ def graph_of(tree: Tree, facts: Facts | None = None) -> Graph:
     return compile_graph(spec_of(tree), where, facts or Facts())
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(trees())
 def test_every_read_has_a_producer_before_it(tree: Tree) -> None:
     graph = graph_of(tree)
@@ -37,7 +37,7 @@ def test_every_read_has_a_producer_before_it(tree: Tree) -> None:
         done.add(name)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(trees(), st.integers(0, 5))
 def test_edges_say_what_reads_and_training_imply(tree: Tree, staleness: int) -> None:
     trains = any(call["kind"] == "train" for call in tree["calls"].values())
@@ -57,7 +57,7 @@ def test_edges_say_what_reads_and_training_imply(tree: Tree, staleness: int) -> 
             assert edge.distance == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(trees())
 def test_the_files_order_stays_where_it_can(tree: Tree) -> None:
     graph = graph_of(tree)
@@ -65,14 +65,14 @@ def test_the_files_order_stays_where_it_can(tree: Tree) -> None:
     assert tuple(graph_of(sorted_tree).calls) == tuple(graph.calls)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(trees())
 def test_a_graph_travels_as_json(tree: Tree) -> None:
     graph = graph_of(tree)
     assert msgspec.json.decode(msgspec.json.encode(graph), type=Graph) == graph
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(trees())
 def test_without_problems_without_side_effects(tree: Tree) -> None:
     spec = spec_of(tree)

@@ -122,7 +122,7 @@ def escaped(value: Any) -> Any:
 
 @given(SETTINGS)
 @example({"calls.reward.args": {"${": "${", "a\\${b}": "\\"}})  # references lie in values; keys are as they are
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_value_means_the_same_in_the_file_on_the_command_line_and_in_the_resolved_file(
     values: dict[str, Any],
 ) -> None:

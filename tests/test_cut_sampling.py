@@ -57,7 +57,7 @@ def drawn_together(
     return results
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2**30), st.lists(st.integers(0, 9), min_size=1, max_size=4), st.booleans(), st.booleans())
 def test_a_cut_vocabulary_is_drawn_from_as_if_it_were_whole(
     seed: int, sizes: list[int], greedy: bool, truncated: bool

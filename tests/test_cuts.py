@@ -108,7 +108,7 @@ def intended_copies(model: ModelSpec, head: Head, name: str, ranks: tuple[int, i
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_boxes_cover_each_tensor_once_per_intended_copy(data: st.DataObject) -> None:
     model, head, shapes = data.draw(models())
     *ranks, shards = data.draw(layouts(model))
@@ -125,7 +125,7 @@ def test_the_boxes_cover_each_tensor_once_per_intended_copy(data: st.DataObject)
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_what_a_rank_holds_of_a_layer_computes_together(data: st.DataObject) -> None:
     """Query heads find their KV heads, columns of o_proj and down_proj the rows before them, whole heads all along."""
     model, head, shapes = data.draw(models())

@@ -70,7 +70,7 @@ def test_values_are_read_as_omegaconf_reads_them(text: str) -> None:
 
 
 @given(MAPPINGS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_what_the_dumper_writes_the_loader_reads_and_every_value_has_a_line(tree: dict[str, Any]) -> None:
     text = yaml.dump(tree, Dumper=Dumper)
     document = parse_document(text, "x.yaml")
@@ -143,7 +143,7 @@ def marked(tree: dict[str, Any], file: str) -> Document:
 
 
 @given(LAYERS, LAYERS, LAYERS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_merging_is_associative_and_the_upper_layer_wins(a: Any, b: Any, c: Any) -> None:
     low, mid, top = marked(a, "a"), marked(b, "b"), marked(c, "c")
     assert merge(merge(low, mid), top) == merge(low, merge(mid, top))
@@ -229,7 +229,7 @@ def test_a_required_field_can_not_be_deleted() -> None:
 
 
 @given(st.lists(st.from_regex(r"[A-Za-z_][\w-]{0,5}", fullmatch=True), min_size=1, max_size=4), TREES)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_overrides_round_trip(keys: list[str], value: Any) -> None:
     text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10**6).removesuffix("...\n")
     document = parse_override(".".join(keys) + "=" + text)
@@ -304,7 +304,7 @@ def test_a_reference_that_fails_is_one_problem_at_its_line(value: str, words: st
         st.sampled_from(["\\", "$", "{", "}", "a", "${", "${a}", "${oc.env:SECRET}", "${oc.env:", "b"]), max_size=8
     )
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_no_text_reaches_the_environment(parts: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SECRET", "leaked")
@@ -313,7 +313,7 @@ def test_no_text_reaches_the_environment(parts: list[str]) -> None:
 
 
 @given(st.lists(st.sampled_from(["\\", "$", "{", "}", "a", "${", "${a}", " ", "'"]), max_size=8).map("".join))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_escaping_is_undone_by_interpolation(text: str) -> None:
     assert interpolate(Document({"x": escape(text)}), {}) == (Document({"x": text}), ())
 

@@ -39,7 +39,7 @@ SMALL = model("qwen3")
 N, GROUPS, LONGEST = 3, 4, 24
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12), st.booleans()), max_size=12))
 def test_what_is_kept_is_always_a_beginning_of_what_was_drawn(pieces: list[tuple[int, int, bool]]) -> None:
     """Messages may be lost, come twice and overlap."""

@@ -151,7 +151,7 @@ LIMITS = st.builds(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(ACTIONS, LIMITS, st.integers(0, 5), st.integers(1, 4))
 def test_random_schedules_lose_and_repeat_nothing(
     actions: list[tuple[str, int]], limits: RolloutLimits, seed: int, groups_of: int

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from realgraph.graphs.functions import least_samples
@@ -75,7 +75,6 @@ def call_of(dp: int, **more: Any) -> CallPlan:
     return CallPlan("train", "train", "actor", reads, (), tuple(range(dp)), ranks, **more)
 
 
-@settings(deadline=None)
 @given(groups=members(), dp=st.integers(1, 5), whole_groups=st.booleans(), n_cuts=st.integers(1, 3))
 def test_a_batch_has_what_is_left_of_each_group(groups: list[Group], dp: int, whole_groups: bool, n_cuts: int) -> None:
     left = {group.id: [one for one in group.samples if one.sample not in group.left_out] for group in groups}
@@ -162,7 +161,6 @@ PLAIN: dict[str, tuple[dict[str, Step | None], Any]] = {
 
 
 @pytest.mark.parametrize("name", PLAIN)
-@settings(deadline=None)
 @given(sizes=Sizes, seed=st.integers(0, 10**6))
 def test_advantages_of_unequal_groups_are_those_of_each_group_alone(name: str, sizes: list[int], seed: int) -> None:
     rng = random.Random(seed)

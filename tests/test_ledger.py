@@ -242,7 +242,7 @@ class Admissions(RuleBasedStateMachine):
             assert self.ledger.n_trained == sum(final == "trained" for final in self.final.values())
 
 
-Admissions.TestCase.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+Admissions.TestCase.settings = settings(max_examples=120, stateful_step_count=50)
 TestAdmissions = Admissions.TestCase
 
 

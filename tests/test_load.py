@@ -177,7 +177,7 @@ TYPOS = {
 
 
 @given(st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_a_typo_in_any_key_is_reported_at_its_line_with_the_right_spelling(data: st.DataObject) -> None:
     path, key = data.draw(st.sampled_from(KNOWN_KEYS))
     i = data.draw(st.integers(0, len(key) - 2))
@@ -241,7 +241,7 @@ BASE = parse_document(GRAPH, "x")
 
 
 @given(MAPPINGS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_anything_is_either_decoded_or_refused_with_problems(tree: dict[str, Any]) -> None:
     """The walk over the types finds what msgspec would refuse: no other error ever escapes."""
     document = merge(BASE, Document({"calls": {"train": tree, "reward": tree}, "models": tree}))

@@ -76,7 +76,7 @@ def test_the_planner_counts_the_parameters_that_there_are(folder: Path) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_routers_choose_as_those_of_transformers(data: st.DataObject) -> None:
     groups, each = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 4))
     best = data.draw(st.integers(1, groups))

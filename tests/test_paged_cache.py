@@ -88,7 +88,7 @@ ACTIONS = st.lists(
 
 
 @pytest.mark.parametrize("module", [DOUBLE, SLIDING], ids=["qwen3", "gemma2"])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(ACTIONS, st.integers(1, 9), st.sampled_from([80, 112, 200, None]), st.sampled_from([4, 64]), st.integers(0, 5))
 def test_short_memory_changes_no_sample_and_loses_no_page(
     module: Any, actions: list[tuple[str, int]], running: int, places: int | None, prefill: int, seed: int

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as theirs
 
@@ -56,7 +56,6 @@ def as_ours(pipe: Pipe, actions: list[Any]) -> Order:
     return tuple(Action(kinds[a.computation_type], a.microbatch_index, a.stage_index // pipe.stages) for a in passes)  # type: ignore[arg-type]
 
 
-@settings(deadline=None)
 @given(PIPES, TURNS)
 def test_orders_are_those_of_torch(pipe: Pipe, turns: int) -> None:
     n = pipe.rounded(max(pipe.stages, microbatches(pipe, turns)))  # torch wants as many as stages
@@ -77,7 +76,6 @@ def test_orders_print_as_papers_write_them() -> None:
     assert text(interleaved[0]).startswith("F0 F1 F2 F3 F0.1 F1.1 F2.1 F3.1 F4 F5 F6 B0.1 F7 B1.1 F4.1 B2.1")
 
 
-@settings(deadline=None)
 @given(PIPES, TURNS)
 def test_every_pass_is_made_once_and_nothing_waits_for_ever(pipe: Pipe, turns: int) -> None:
     n = microbatches(pipe, turns)
@@ -92,7 +90,6 @@ def test_every_pass_is_made_once_and_nothing_waits_for_ever(pipe: Pipe, turns: i
     assert len(forward) == n * pipe.chunks + pipe.stages - 1 or n % pipe.stages
 
 
-@settings(deadline=None)
 @given(PIPES, TURNS)
 def test_what_a_pass_needs_has_come_in_a_tick_before(pipe: Pipe, turns: int) -> None:
     n = microbatches(pipe, turns)
@@ -111,7 +108,6 @@ def test_what_a_pass_needs_has_come_in_a_tick_before(pipe: Pipe, turns: int) -> 
         assert not arrived  # nothing is sent that nobody takes
 
 
-@settings(deadline=None)
 @given(PIPES, TURNS)
 def test_stages_keep_as_many_microbatches_as_the_planner_counts(pipe: Pipe, turns: int) -> None:
     n = microbatches(pipe, turns)
@@ -172,7 +168,6 @@ def numbered(turn: Turn, base: int) -> Turn:
     return action if isinstance(turn, Action) else turn._replace(action=action)
 
 
-@settings(deadline=None)
 @given(PIPES, STEPS)
 def test_generation_takes_passes_in_one_order_everywhere(pipe: Pipe, steps: list[int]) -> None:
     """In every chunk of every stage in the order in which they began, and in all chunks."""
@@ -182,7 +177,6 @@ def test_generation_takes_passes_in_one_order_everywhere(pipe: Pipe, steps: list
         assert [turn.microbatch for turn in taken[0] if turn.chunk == chunk] == list(range(sum(steps)))
 
 
-@settings(deadline=None)
 @given(PIPES, STEPS, st.randoms())
 def test_generation_never_stands_still_where_sending_waits_for_the_other_end(
     pipe: Pipe, steps: list[int], rng: random.Random
@@ -211,7 +205,6 @@ def test_generation_never_stands_still_where_sending_waits_for_the_other_end(
             rest[stage].popleft()
 
 
-@settings(deadline=None)
 @given(PIPES, st.integers(1, 40))
 def test_stages_of_generation_are_busy_from_their_first_pass_to_their_last(pipe: Pipe, n: int) -> None:
     """Each takes one pass after the other, a tick later than the stage before it, where there are as many as stages. Of

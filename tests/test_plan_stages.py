@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from realgraph.graphs.spec import ModelRole
@@ -54,7 +54,6 @@ def ways(layers: int, stages: int, least: int) -> Iterator[tuple[int, ...]]:
         yield from ((first, *rest) for rest in ways(layers - first, stages - 1, least))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 2), st.integers(0, 8), ENDS)
 def test_no_other_way_has_a_cheaper_fullest_stage(
     stages: int, chunks: int, more: int, ends: tuple[float, float]

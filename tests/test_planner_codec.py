@@ -74,7 +74,7 @@ PLANS = st.builds(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(PLANS)
 def test_a_plan_survives_its_json_exactly(plan: Plan) -> None:
     assert plan_from_json(plan_to_json(plan)) == plan

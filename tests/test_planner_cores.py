@@ -205,7 +205,7 @@ WORK = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(LAYOUTS, WORK)
 def test_more_work_and_slower_links_take_longer(layout: Layout, work: TrainWork) -> None:
     setting = at(layout)
@@ -219,7 +219,7 @@ def test_more_work_and_slower_links_take_longer(layout: Layout, work: TrainWork)
         assert (one(slower, work) == one(setting, work)) == alone
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(LAYOUTS, WORK, st.sampled_from(("collective", "gather", "scatter", "exchange", "p2p")))
 def test_only_layouts_that_use_an_operation_pay_for_it(layout: Layout, work: TrainWork, operation: str) -> None:
     copies, cut_up = layout.dp * layout.cp > 1, layout.mesh.n_devices > layout.dp  # whose optimizer states are cut too
@@ -235,7 +235,7 @@ def test_only_layouts_that_use_an_operation_pay_for_it(layout: Layout, work: Tra
     assert (train_seconds(later, work) > train_seconds(setting, work)) == users[operation]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(WORK, st.sampled_from(("tp", "pp", "cp")))
 def test_without_latency_and_bytes_two_cores_take_half_as_long_at_most(work: TrainWork, axis: str) -> None:
     """A large model: no fixed seconds or narrow products are left. Stages also fill."""

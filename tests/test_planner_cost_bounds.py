@@ -65,7 +65,7 @@ def calls(draw: st.DrawFn) -> tuple[Setting, TrainWork]:
     return eight_bit(setting) if draw(st.booleans()) else setting, work
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(calls())
 def test_no_call_beats_the_peak_of_its_devices(call: tuple[Setting, TrainWork]) -> None:
     setting, work = call
@@ -80,7 +80,7 @@ def test_no_call_beats_the_peak_of_its_devices(call: tuple[Setting, TrainWork]) 
     assert trained > 3 * least
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.data(), st.sampled_from(GPUS), st.sampled_from(MODELS), st.booleans())
 def test_no_generation_beats_the_memory_of_its_devices(
     data: st.DataObject, kind: str, name: str, one_byte: bool
@@ -162,7 +162,7 @@ def test_the_busiest_rank_is_that_of_samples_dealt_by_length(
     assert spread(setting, replace(work, longest_tokens=None), mean / 2) == pytest.approx(2)  # half of the ranks idle
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 400), st.integers(1, 64), st.floats(50, 2000), st.booleans())
 def test_padded_batches_run_to_their_longest(samples: int, running: int, mean: float, sharded: bool) -> None:
     layout = Layout(DeviceMesh(0, 8), dp=8, sharding="fsdp" if sharded else "replicated")

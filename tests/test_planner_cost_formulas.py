@@ -52,7 +52,7 @@ def points(draw: st.DrawFn) -> tuple[Setting, TrainWork]:
 RATES = ("flops", "memory_bytes_per_s", "link_bytes_per_s", "nic_bytes_per_s")
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(points(), st.sampled_from(RATES), st.floats(1.05, 8))
 def test_no_faster_device_or_link_ever_takes_longer(point: tuple[Setting, TrainWork], rate: str, factor: float) -> None:
     setting, work = point
@@ -62,7 +62,7 @@ def test_no_faster_device_or_link_ever_takes_longer(point: tuple[Setting, TrainW
         assert 0 < seconds(faster, work) <= seconds(setting, work) * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(points())
 def test_more_work_takes_longer_and_recomputation_is_ordered(point: tuple[Setting, TrainWork]) -> None:
     setting, work = point
@@ -79,7 +79,7 @@ def test_more_work_takes_longer_and_recomputation_is_ordered(point: tuple[Settin
         assert inference_seconds(setting, work) < seconds
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(points())
 def test_twice_the_devices_are_never_slower_where_there_is_work_for_all(point: tuple[Setting, TrainWork]) -> None:
     setting, work = point

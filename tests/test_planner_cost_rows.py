@@ -2,7 +2,7 @@
 
 import math
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -237,13 +237,13 @@ def answered(rows: list[Row]) -> None:
         list(targets(pairs, ranked(plain)))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300)
 @given(mutated(TRAIN + RL))
 def test_a_row_in_any_shape_is_predicted_or_has_a_reason(one: Row) -> None:
     answered([one])
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(st.lists(mutated(TRAIN + RL), min_size=2, max_size=12))
 def test_rows_in_any_shape_are_calibrated_and_compared_together(rows: list[Row]) -> None:
     answered(rows)

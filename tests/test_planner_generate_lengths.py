@@ -13,7 +13,6 @@ from realgraph.planner.costs.lengths import Lengths, lognormal, measured, quanti
 positive = st.floats(1, 30000)
 
 
-@settings(deadline=None)
 @given(positive, st.integers(1, 30000))
 def test_a_log_normal_distribution_has_its_mean_and_stays_within_the_limit(mean: float, longest: int) -> None:
     mean = min(mean, float(longest))
@@ -32,7 +31,6 @@ def test_far_from_the_limit_the_999th_thousandth_is_ten_medians() -> None:
     assert lengths.deviation / lengths.mean == pytest.approx(0.86, rel=0.02)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=200), st.integers(1, 300))
 def test_measured_lengths_keep_their_moments_and_order_statistics(tokens: list[int], samples: int) -> None:
     lengths = measured(tokens)
@@ -63,7 +61,7 @@ def test_quantiles_are_few_and_rise(tokens: list[int]) -> None:
     assert len(tokens) > 64 or list(few) == sorted(tokens)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.sampled_from([lognormal(300.0, 4000.0), lognormal(900.0, 1000.0), measured([10, 20, 500]), measured([64])]),
     st.integers(1, 2000),

@@ -202,7 +202,7 @@ def test_no_stream_is_better_than_the_offer_that_stands_for_it(staleness: int, s
         assert bound > 0.9 * best
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     staleness=st.sampled_from([1, 2, 4]),
     slots=st.sampled_from([48, 96, 512]),

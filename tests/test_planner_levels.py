@@ -71,7 +71,7 @@ def test_plans_of_larger_bounds_alone_are_slower() -> None:
     assert alone[0] * (1 + LIMITS.gap) < alone[1] < alone[2]
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(
     algorithm=st.sampled_from([grpo(), ppo()]),
     together=st.booleans(),
@@ -122,7 +122,7 @@ def test_intervals_that_are_cut_prove_a_stream_near_the_best_one() -> None:
     assert plan.period_seconds <= plan.lower_bound_seconds * (1 + 0.006)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(
     algorithm=st.sampled_from([grpo(), ppo()]),
     devices=st.sampled_from([2, 4]),

@@ -86,7 +86,7 @@ def asked(memory_bytes: float, quantile: float = 0.95) -> PlanRequest:
     return replace(request(grpo(), "Qwen/Qwen3-8B", machine), memory=MemorySpec(quantile))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.sampled_from([1, 2, 4, 8]), QUANTILES, QUANTILES, st.randoms(use_true_random=False))
 def test_an_option_that_fits_at_a_quantile_fits_at_a_lower_one(size: int, one: float, two: float, rng: object) -> None:
     low, high = sorted((one, two))

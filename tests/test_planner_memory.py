@@ -1,7 +1,7 @@
 """Bytes of layouts that cut a model: against papers' formulas, by hand, and monotone in devices and recomputation."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -223,7 +223,6 @@ def test_the_first_stage_keeps_more_micro_batches_than_the_last() -> None:
     assert away.activations == pytest.approx(2048 * (live + ends), rel=1e-3)
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(MODELS),
     st.sampled_from((1, 2, 4, 8)),
@@ -247,7 +246,6 @@ def test_more_devices_never_hold_more_each(name: str, tp: int, pp: int, dp: int,
     )
 
 
-@settings(deadline=None)
 @given(st.sampled_from(MODELS), st.sampled_from((1, 8)), st.sampled_from((1, 4)), st.sampled_from((2048, 16384)))
 def test_recomputation_saves_and_longer_micro_batches_cost(name: str, tp: int, pp: int, tokens: int) -> None:
     model = known(name)

@@ -23,7 +23,7 @@ def shape(block: DeviceBlock) -> tuple[object, ...]:
     return (block.n_devices, block.symmetric, tuple(shape(child) for child in block.children))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 12), st.integers(1, 40), st.integers(0, 20))
 def test_a_family_tiles_the_cluster_and_all_its_meshes_are_sound(per_node: int, nodes: int, reserved: int) -> None:
     machine = cluster(devices=per_node, nodes=nodes)

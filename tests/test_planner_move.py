@@ -65,7 +65,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     return layout(first, n, tp, pp)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(layouts(), layouts())
 def test_no_move_is_faster_than_its_bytes_and_slower_than_all_of_them_from_elsewhere(
     one: Layout, other: Layout
@@ -158,7 +158,6 @@ def test_tables_are_made_in_one_call() -> None:
     assert table[5, 2] == pytest.approx(one)
 
 
-@settings(deadline=None)
 @given(layouts(), layouts(), st.sampled_from(["link_bytes_per_s", "nic_bytes_per_s"]))
 def test_faster_links_never_take_longer(one: Layout, other: Layout, field: str) -> None:
     point = at(other)
@@ -223,7 +222,7 @@ def test_weights_take_the_fastest_transport() -> None:
         assert TRANSPORTS[int(fastest_transports(away, copies, (only,))[1][0, 0])] == "host"
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(layouts(), layouts(), st.sampled_from([1e10, 5e10, 4e11]), st.sampled_from([5e9, 5e10, 1e12]))
 def test_no_other_transport_is_faster_and_only_what_is_in_place_takes_no_time(
     one: Layout, other: Layout, link: float, pcie: float

@@ -133,7 +133,7 @@ def test_the_search_equals_brute_force(block: int) -> None:
             raise AssertionError(f"seed {seed}") from error
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(problems)
 def test_the_search_equals_brute_force_on_drawn_problems(problem: SearchProblem) -> None:
     check_optimal(problem, brute_force(problem))

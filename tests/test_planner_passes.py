@@ -177,7 +177,7 @@ def test_explanations_name_the_passes_of_other_options() -> None:
 # --- what stages keep -------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.sampled_from(("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B")),
     st.sampled_from((2, 4, 8)),

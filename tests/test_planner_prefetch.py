@@ -56,7 +56,7 @@ def limited(asked: PlanRequest, gigabytes: float) -> PlanRequest:
     return replace(asked, constraints=Constraints(memory_gb=gigabytes))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     meshes=st.fixed_dictionaries(dict.fromkeys(PACKED, st.sampled_from((ALL, ALL, LOW, HIGH)))),
     order=st.tuples(st.permutations(PACKED[:2]), st.permutations(PACKED[2:]), st.integers(0, 2)),

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from realgraph.graphs.errors import ConfigError
@@ -27,8 +27,6 @@ replace = msgspec.structs.replace
 QUICK = Limits(gap=0.05, seconds=5.0)
 SOME = settings(
     max_examples=6,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
 )
 MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen2.5-7B", "meta-llama/Llama-3.1-8B", "google/gemma-2-9b", "Qwen/Qwen3-30B-A3B")

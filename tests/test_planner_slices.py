@@ -102,7 +102,7 @@ def even(layout: Layout, runs: Runs) -> bool:
     return all(runs.length % size == 0 or size % runs.length == 0 for size in (layout.tp, layout.ep, stage))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(layouts(), st.sampled_from(WEIGHTS), st.booleans())
 def test_bytes_of_the_fullest_device_and_node_are_counted_slice_by_slice(
     layout: Layout, weights: Weights, serves: bool
@@ -120,7 +120,7 @@ def test_bytes_of_the_fullest_device_and_node_are_counted_slice_by_slice(
             assert found == pytest.approx(most)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.lists(layouts(), min_size=1, max_size=3), layouts(), st.sampled_from(WEIGHTS), st.booleans())
 def test_what_two_layouts_have_in_common_is_counted_slice_by_slice(
     sources: list[Layout], target: Layout, weights: Weights, serves: bool

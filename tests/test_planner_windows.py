@@ -122,20 +122,20 @@ def seconds(setting: Setting, window: int | None) -> tuple[float, ...]:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(settings_of(), st.integers(1, 8300), st.integers(1, 8300))
 def test_seconds_never_grow_with_a_smaller_window(setting: Setting, one: int, other: int) -> None:
     small, large = seconds(setting, min(one, other)), seconds(setting, max(one, other))
     assert all(a <= b * (1 + 1e-9) for a, b in zip(small, large, strict=True))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(settings_of())
 def test_a_window_no_shorter_than_the_context_changes_nothing(setting: Setting) -> None:
     assert seconds(setting, 8292) == pytest.approx(seconds(setting, None), rel=1e-12)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(settings_of())
 def test_engines_that_mask_gain_nothing(setting: Setting) -> None:
     masked = replace(setting, masks_windows=True)

@@ -40,7 +40,7 @@ def points(draw: st.DrawFn) -> tuple[Setting, TrainWork]:
     return Setting(model, BF16, layout, machine), work
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(points())
 def test_adapters_take_longer_with_their_rank_and_leave_out_gradients_of_weights(
     point: tuple[Setting, TrainWork],

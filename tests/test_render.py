@@ -40,7 +40,7 @@ def acyclic(draw: st.DrawFn) -> tuple[dict[str, BoxSize], list[tuple[str, str]]]
     return sizes, edges
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(acyclic())
 def test_boxes_keep_apart_and_edges_run_right(drawn: tuple[dict[str, BoxSize], list[tuple[str, str]]]) -> None:
     sizes, edges = drawn
@@ -64,7 +64,7 @@ def test_boxes_keep_apart_and_edges_run_right(drawn: tuple[dict[str, BoxSize], l
         assert [x for x, _ in route.points] == sorted(x for x, _ in route.points)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(acyclic())
 def test_long_edges_pass_between_boxes(drawn: tuple[dict[str, BoxSize], list[tuple[str, str]]]) -> None:
     placed = place(*drawn)
@@ -78,7 +78,7 @@ def test_an_empty_picture_has_a_size() -> None:
     assert place({}, []).boxes == {}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trees())
 def test_svg_names_every_call_and_draws_every_edge_once(source: Tree) -> None:
     graph = graph_of(source)
@@ -93,7 +93,7 @@ def test_svg_names_every_call_and_draws_every_edge_once(source: Tree) -> None:
     assert classes.count("weights") == sum(edge.distance > 0 for edge in graph.edges)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trees())
 def test_mermaid_draws_the_same_graph(source: Tree) -> None:
     graph = graph_of(source)

@@ -103,7 +103,7 @@ def least(shapes: Shapes, source: Holdings, target: Holdings, hosts: tuple[int, 
 
 
 @given(moves(), st.integers(4, 60))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_box_is_filled_with_the_fewest_bytes(
     move: tuple[Shapes, Holdings, Holdings, tuple[int, ...]], bucket_bytes: int
 ) -> None:
@@ -125,7 +125,7 @@ def test_every_box_is_filled_with_the_fewest_bytes(
 
 
 @given(moves(), st.integers(4, 60), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_workers_that_learn_of_boxes_in_any_order_derive_the_same_messages(
     move: tuple[Shapes, Holdings, Holdings, tuple[int, ...]], bucket_bytes: int, shuffle: Random
 ) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realgraph.graphs.check.compile import RULES, compile_graph
@@ -44,7 +44,7 @@ def test_other_breaks_are_refused_in_these_words(case: Tree) -> None:
     assert "\n".join(str(problem) for problem in found) == case["says"].rstrip("\n")
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200)
 @given(st.sampled_from([rule for rule, broken in BREAKS.items() if broken.base is rl_tree]), st.data())
 def test_a_broken_graph_is_refused_by_just_that_rule(rule: str, data: st.DataObject) -> None:
     tree = data.draw(rl_trees())

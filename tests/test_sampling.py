@@ -51,7 +51,7 @@ def chi_square(tokens: Tensor, probabilities: Tensor) -> float:
     return (statistic - freedom) / math.sqrt(2 * freedom)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.integers(-40, 40), min_size=2, max_size=30), st.integers(0, 32), st.floats(0.05, 0.999), st.randoms()
 )
@@ -109,7 +109,7 @@ def test_temperature_zero_is_argmax_with_certainty_and_leaves_the_others_alone()
     assert tokens[::2].tolist() == draw(logits, pure, positions)[0][::2].tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 12), st.randoms())
 def test_a_row_depends_on_nothing_but_itself(n: int, rng: random.Random) -> None:
     requests = [

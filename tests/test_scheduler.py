@@ -342,5 +342,5 @@ class Interleavings(RuleBasedStateMachine):
                         assert self.evaluated == due
 
 
-Interleavings.TestCase.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
+Interleavings.TestCase.settings = settings(max_examples=80, stateful_step_count=25)
 TestInterleavings = Interleavings.TestCase

@@ -77,7 +77,7 @@ def both(layout: LayoutRanks, ops: list[Op]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(DTYPES), st.sampled_from(SIZES)), max_size=8))
 def test_shared_memory_gives_what_gloo_gives(ranks: RankProcesses, ops: list[Op]) -> None:
     assert all(ranks.run(both, ops))

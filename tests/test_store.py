@@ -41,7 +41,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_a_store_equals_a_dict_of_clones(seed: int) -> None:
     """Random puts, replacements, drops and views: also the views of what was dropped or replaced keep their bytes."""
@@ -83,7 +83,7 @@ def test_a_store_equals_a_dict_of_clones(seed: int) -> None:
     assert all(same(view, value) for view, value in views)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_pieces_are_the_values_cut_one_by_one(seed: int) -> None:
     rng = random.Random(seed)
@@ -106,7 +106,7 @@ def test_pieces_are_the_values_cut_one_by_one(seed: int) -> None:
         store.put_pieces("a", [1], whole, [0, 0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_blocks_never_overlap_and_all_memory_comes_back(seed: int) -> None:
     rng = random.Random(seed)

@@ -106,7 +106,7 @@ def test_writers_begin_with_different_files_and_leave_none_out(n: int) -> None:
     assert all(len(set(at_a_time)) == n for at_a_time in zip(*walks, strict=True))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(held(), st.sampled_from([100, 10**9]), st.sampled_from([16, 64, 10**6]), st.randoms(use_true_random=False))
 def test_writers_of_parts_write_the_files_of_one_writer(
     case: tuple[dict[str, tuple[int, ...]], dict[int, dict[str, Box]]], limit: int, bucket: int, rng: random.Random

@@ -58,7 +58,7 @@ def four() -> Iterator[list[DataPlane]]:
 
 
 @pytest.mark.parametrize("route", ["local", "tcp", None])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32))
 def test_a_gather_equals_a_lookup_in_dicts(four: list[DataPlane], route: Route | None, seed: int) -> None:
     """Random values in random stores; the owners drop and overwrite all of it before the copies are looked at."""

@@ -196,7 +196,7 @@ def _functions(draw: st.DrawFn) -> str:
 
 
 @given(_functions(), st.integers(0, 2), st.sets(st.sampled_from((*_NAMES, "z"))))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_what_the_text_says_of_a_call_is_what_python_says(source: str, n_positional: int, keywords: set[str]) -> None:
     scope: dict[str, Any] = {}
     exec(source, scope)  # noqa: S102 - heads of functions, drawn above

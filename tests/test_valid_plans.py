@@ -111,7 +111,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=EXAMPLES, suppress_health_check=SLOW)
 @given(drawn=run_files())
 def test_a_plan_that_the_planner_makes_runs_with_the_numbers_of_one_device(
     models: Path, drawn: tuple[str, dict[str, Any]]

@@ -41,7 +41,7 @@ def safe(text: str) -> bool:
 
 
 @given(st.text(st.characters(exclude_categories=())))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_text_reaches_the_terminal_with_a_control_character(text: str) -> None:
     shown = visible(text)
     assert safe(shown)
