@@ -104,7 +104,7 @@ class Collection:
             self._tasks.unwatch(worker)
 
     def admit(self, places: int, at: Admission, now: float, limited: bool = True) -> list[Action]:
-        """Admit as many groups as places, and if `limited` the work in flight, allow, each to who has least to do."""
+        """Admit a group to each place, fewer where `limited` by the work in flight, each to who has least to do."""
         most = self._concurrency.most_per_engine if self._concurrency is not None else math.inf
         dealt = self.loads[self._program.generate].deal(self._room(places, limited), at.owners, most, at.resting)
         groups = [self._ledger.admit(worker, at.version) for worker in dealt]

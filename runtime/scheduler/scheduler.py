@@ -341,7 +341,7 @@ class Scheduler:
         return [*(batched or ()), *free, *(ended or ()), *(last or ())]
 
     def _admit(self, now: float, limited: bool = True) -> list[Action]:
-        """Begin samples, where none wait for new weights; a batch at most where not by the limit of work in flight."""
+        """Begin samples, where none wait for new weights. Not `limited`: a batch at most, whatever is in flight."""
         target = self._boundary.target
         draining = self._devices.draining(self._barrier, target)
         begun = self._collection.hold(draining, now)
