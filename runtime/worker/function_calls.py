@@ -46,7 +46,7 @@ class FunctionCalls:
         samples = [sample for share in command.shares for sample in share]
         values = self._assembler.gather(command.sources, samples)
         units = [self.unit(command.call, share, values) for share in command.shares]
-        results = self._host.run(command.call, call, units)
+        results = self._host.run(command.call, call, units, command.deadline_seconds)
         for result in results:
             if result.error and call.on_error == "fail":
                 raise FunctionFailed(result)

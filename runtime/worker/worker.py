@@ -48,6 +48,7 @@ from realgraph.runtime.worker.compute import Compute
 from realgraph.runtime.worker.failures import failure
 from realgraph.runtime.worker.resources import Resources
 
+FUNCTION_CALLS = 64  # that run at once: coroutines share a process, other functions wait for one
 log = logging.getLogger(__name__)
 
 
@@ -192,7 +193,7 @@ class Worker:
         finally:
             self._opening = False
         self._compute = compute
-        self._functions = ThreadPoolExecutor(compute.job.function_processes(self.number) + 1, "functions")
+        self._functions = ThreadPoolExecutor(FUNCTION_CALLS, "functions")
         log.info("ready after %.1f s", time.monotonic() - began)
         await self._send(ready)
 
