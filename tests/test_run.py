@@ -79,13 +79,13 @@ def test_a_run_records_what_it_did(home: Path, name: str) -> None:
     assert [record["step"] for record in steps] == list(range(STEPS))
     calls, streams = set(began["calls"]), RUNS[name].get("staleness", 0) > 0
     timed: set[str] = set()
+    allocations = json.loads((folder / "plan.json").read_text())["allocations"]
     for record in steps:
         metrics = record["metrics"]
         assert all(math.isfinite(value) for value in metrics.values())
         here = {key.partition("/")[0] for key in metrics if key.endswith("/seconds")} - {"reallocate"}
         assert here <= calls if streams else here == calls  # a stream may have made a batch while another was trained
         timed |= here
-        allocations = json.loads((folder / "plan.json").read_text())["allocations"]
         for call in here & allocations.keys():
             assert metrics[f"{call}/planned_bytes"] == allocations[call]["peak_bytes"] > 0
             assert metrics[f"{call}/peak_bytes"] > 1e6
