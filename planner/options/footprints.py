@@ -95,10 +95,8 @@ def _running(request: PlanRequest, call: str, candidate: CallOption) -> Footprin
 
 def spare_cache(request: PlanRequest, call: str, layout: Layout, tokens: int) -> Footprint:
     """So many tokens, of whole pages, on each device of a generate call besides those of its option."""
-    per_token = memory.cache_bytes_per_token(
-        request.model(call), request.role(call), replace(layout, mesh=ONE_DEVICE, dp=1), request.engine.cache_bytes
-    )
-    return Footprint(kv_cache=per_token * tokens)
+    model, role = request.model(call), request.role(call)
+    return Footprint(kv_cache=tokens * memory.cache_bytes_per_token(model, role, layout, request.engine.cache_bytes))
 
 
 def running_of(candidate: CallOption) -> Running:

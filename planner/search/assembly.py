@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from realgraph.planner.costs.memory.memory import Footprint
 from realgraph.planner.costs.memory.terms import CACHE_PAGE_TOKENS
-from realgraph.planner.options.calls import free_seconds, input_seconds, microbatches_of, sample_tokens, sized
+from realgraph.planner.options.calls import free_seconds, input_seconds, microbatches_of, sample_tokens
 from realgraph.planner.options.choices import CONTEXT_TOKENS
 from realgraph.planner.options.couplings import moves_of
 from realgraph.planner.options.footprints import spare_cache
@@ -163,14 +163,14 @@ def _with_spare_caches(request: PlanRequest, plan: Plan) -> Plan:
     if len(names) != 1 or request.pins.get(names[0], Pin()).kv_cache_tokens:
         return plan
     (call,) = names
-    allocation, own = plan.allocations[call], sized(request, call)
+    allocation = plan.allocations[call]
     usable = device_bytes(request, group_for(request, allocation.layout))
     kept = kept_caches(request, plan)
     room: float = min(usable - plan.allocations[name].bound_bytes for name in (call, *kept))
     if kept:
         room = min(room, room_beside(request, plan, call))
     page = spare_cache(request, call, allocation.layout, CACHE_PAGE_TOKENS).kv_cache
-    wanted = allocation.running * sample_tokens(own) - allocation.tokens
+    wanted = allocation.running * sample_tokens(request) - allocation.tokens
     pages = min(math.ceil(wanted / CACHE_PAGE_TOKENS), int(SPARE_FRACTION * room) // page)
     if pages <= 0:
         return plan

@@ -282,26 +282,20 @@ class FunctionPool:
                 self._blame(process, FunctionOutcome(kind, text=text))
 
     def _died(self, process: _Process) -> None:
-        """A process has ended. The one work that it held runs again, once, where it was killed from outside."""
         self._forget(process)
         death = process.own.died()
-        works = list(process.held.values())
-        if death.from_outside and len(works) == 1 and not works[0].repeated:
-            process.held.clear()
-            works[0].repeated = True
-            self._queue.appendleft(works[0])
-        else:
-            self._blame(process, FunctionOutcome("died", text=death.text))
+        self._blame(process, FunctionOutcome("died", text=death.text), again=death.from_outside)
 
-    def _blame(self, process: _Process, outcome: FunctionOutcome) -> None:
-        """The one work that the process held has failed; of several, each is run again alone."""
+    def _blame(self, process: _Process, outcome: FunctionOutcome, again: bool = False) -> None:
+        """The one work that the process held has failed, unless it may run `again`, which it may once; of several, each
+        is run again alone."""
         works = list(process.held.values())
         process.held.clear()
-        if len(works) == 1:
+        if len(works) == 1 and (works[0].repeated or not again):
             works[0].done(outcome)
             return
         for work in reversed(works):
-            work.alone = True
+            work.alone, work.repeated = True, len(works) == 1
             self._queue.appendleft(work)
 
     def _kill(self, process: _Process) -> None:

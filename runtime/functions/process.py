@@ -109,7 +109,7 @@ class FunctionProcess:
             self._control.shutdown(socket.SHUT_WR)
         self._finish()
 
-    def died(self) -> "Death":
+    def died(self) -> Death:
         """End it after its calls have ended without being asked to, and say how that came."""
         self.calls.close()
         with contextlib.suppress(OSError):  # it has ended

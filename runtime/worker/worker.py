@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from realgraph.graphs.spec import Function
+from realgraph.runtime.functions.pool import MAX_COROUTINES
 from realgraph.runtime.job.rotation import MEGABYTE, limit_log
 from realgraph.runtime.processes.launcher import WorkerBoot
 from realgraph.runtime.processes.processes import Watched
@@ -48,7 +49,6 @@ from realgraph.runtime.worker.compute import Compute
 from realgraph.runtime.worker.failures import failure
 from realgraph.runtime.worker.resources import Resources
 
-FUNCTION_CALLS = 64  # that run at once: coroutines share a process, other functions wait for one
 log = logging.getLogger(__name__)
 
 
@@ -193,7 +193,9 @@ class Worker:
         finally:
             self._opening = False
         self._compute = compute
-        self._functions = ThreadPoolExecutor(FUNCTION_CALLS, "functions")
+        # as many calls as its processes take; of functions that are no coroutines, most wait for a process
+        most = MAX_COROUTINES * compute.job.function_processes(self.number)
+        self._functions = ThreadPoolExecutor(most, "functions")
         log.info("ready after %.1f s", time.monotonic() - began)
         await self._send(ready)
 
