@@ -36,7 +36,8 @@ from realgraph.planner.costs.setting import Setting
 from realgraph.planner.costs.spread import regimes_of
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.devices import device_kind
-from realgraph.planner.inputs.model_spec import ModelSpec, known_models
+from realgraph.planner.inputs.model_configs import known_models
+from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.request.request import PlanRequest

@@ -9,7 +9,8 @@ from benchmarks.published import Row
 from realgraph.graphs.errors import ConfigError, Where
 from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
 from realgraph.planner.inputs.detect import Probe, resolve
-from realgraph.planner.inputs.model_spec import LatentAttention, ModelSpec, known_models, spec_from_config
+from realgraph.planner.inputs.model_configs import known_models
+from realgraph.planner.inputs.model_spec import LatentAttention, ModelSpec, spec_from_config
 
 HOST = Probe(cores=2, host_memory_bytes=0)
 

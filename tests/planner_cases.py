@@ -10,7 +10,8 @@ from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Mode
 from realgraph.planner.costs.memory.memory import DType
 from realgraph.planner.inputs.cluster import Cluster, ClusterSpec, NodesSpec
 from realgraph.planner.inputs.detect import Probe, resolve
-from realgraph.planner.inputs.model_spec import ModelSpec, known_models, spec_from_config
+from realgraph.planner.inputs.model_configs import known_models
+from realgraph.planner.inputs.model_spec import ModelSpec, spec_from_config
 from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest

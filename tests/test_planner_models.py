@@ -11,13 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from realgraph.graphs.errors import ConfigError, Where, suggest
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.memory import memory
-from realgraph.planner.inputs.model_spec import (
-    ARCHITECTURES,
-    ModelSpec,
-    known_models,
-    load_model_spec,
-    spec_from_config,
-)
+from realgraph.planner.inputs.model_configs import known_models, load_model_spec
+from realgraph.planner.inputs.model_spec import ARCHITECTURES, ModelSpec, spec_from_config
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 
 BASE = {

@@ -22,7 +22,8 @@ from realgraph.planner.costs.lengths import lognormal, measured
 from realgraph.planner.costs.memory.memory import kv_bytes_per_token
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.costs.windows import fewer_windowed, mean_context, mean_seen
-from realgraph.planner.inputs.model_spec import ModelSpec, load_model_spec, spec_from_config
+from realgraph.planner.inputs.model_configs import load_model_spec
+from realgraph.planner.inputs.model_spec import ModelSpec, spec_from_config
 from realgraph.planner.inputs.windows import SlidingWindow
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.plan.stages import layer_ranges

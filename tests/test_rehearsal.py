@@ -20,7 +20,8 @@ from realgraph.commands.rehearse import rehearse_command
 from realgraph.graphs.errors import ConfigError, Where
 from realgraph.graphs.spec import ModelRole, Train
 from realgraph.planner.costs.memory.memory import expert_copies, trained_copy
-from realgraph.planner.inputs.model_spec import known_models, load_model_spec, spec_from_config
+from realgraph.planner.inputs.model_configs import known_models, load_model_spec
+from realgraph.planner.inputs.model_spec import spec_from_config
 from realgraph.planner.options.calls import microbatches_of
 from realgraph.planner.plan.codec import plan_from_json, plan_to_json
 from realgraph.planner.plan.layout import DeviceMesh, Layout

@@ -24,7 +24,8 @@ from realgraph.planner.costs.generate.decode import decode_step
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.devices import EfficiencyFactors
-from realgraph.planner.inputs.model_spec import ModelSpec, load_model_spec
+from realgraph.planner.inputs.model_configs import load_model_spec
+from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.run.planning import hub_cache_folder
 from realgraph.runtime.processes.environment import variables

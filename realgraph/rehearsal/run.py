@@ -12,7 +12,7 @@ from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import Function, Generate, ModelCall, ModelRole
 from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
 from realgraph.planner.inputs.detect import CPU
-from realgraph.planner.inputs.model_spec import load_config
+from realgraph.planner.inputs.model_configs import load_config
 from realgraph.planner.request.constraints import Constraints
 from realgraph.rehearsal.models import ToyModel, toy_config
 from realgraph.rehearsal.rows import made_rows, typical_tokens, write_rows

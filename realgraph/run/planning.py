@@ -16,7 +16,8 @@ from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.inputs.allocated import cluster_from, is_whole
 from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
 from realgraph.planner.inputs.detect import AUTO, CPU, Probe, probe, resolve
-from realgraph.planner.inputs.model_spec import ModelSpec, load_model_spec
+from realgraph.planner.inputs.model_configs import load_model_spec
+from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.plan.codec import plan_from_json
 from realgraph.planner.plan.plan import Plan, Transport
