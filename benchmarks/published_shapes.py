@@ -53,7 +53,16 @@ MPT = {
     "70b": (8192, 80, 64),
 }
 DEEPSEEK_V3 = known("deepseek-ai/DeepSeek-V3")
-KIMI_K2 = replace(DEEPSEEK_V3, heads=64, kv_heads=64, vocab=163840, experts=384, expert_layers=60)  # arXiv:2507.20534
+KIMI_K2 = replace(  # arXiv:2507.20534
+    DEEPSEEK_V3,
+    heads=64,
+    kv_heads=64,
+    vocab=163840,
+    experts=384,
+    expert_layers=60,
+    router_groups=1,
+    router_groups_per_token=1,
+)
 MOONLIGHT = replace(  # arXiv:2502.16982
     DEEPSEEK_V3,
     hidden=2048,
@@ -64,6 +73,8 @@ MOONLIGHT = replace(  # arXiv:2502.16982
     vocab=163840,
     experts=64,
     experts_per_token=6,
+    router_groups=1,
+    router_groups_per_token=1,
     expert_intermediate=1408,
     expert_layers=26,
     shared_intermediate=2816,

@@ -21,6 +21,7 @@ from realgraph.planner.plan.layout import DeviceMesh, Layout
 from tests.planner_cases import cluster, known
 
 BF16 = ModelRole(trainable=True, dtype="bfloat16")
+MIXTURE = known("Qwen/Qwen3-30B-A3B")  # 8 experts a token, of all
 MODELS = ("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen2.5-72B")
 KINDS = ("A100-80", "H100-SXM", "H20", "B200", "MI300X")
 
@@ -165,9 +166,9 @@ def test_a_token_crosses_to_each_node_once() -> None:
     """8 copies among 4 nodes of 8: 3.6 distinct nodes on average, of which a quarter is its own."""
     link = Link(inside=8, bytes_per_s=320e9, link_bytes_per_s=1e15, nic_bytes_per_s=40e9)
     reached = 4 * (1 - 0.75**8) * 3 / 4
-    assert exchange_seconds(14336, 8, 32, link) == pytest.approx(14336 * reached / 40e9)
+    assert exchange_seconds(14336, MIXTURE, 32, link) == pytest.approx(14336 * reached / 40e9)
     near = replace(link, nic_bytes_per_s=1e18, link_bytes_per_s=300e9)
-    assert exchange_seconds(14336, 8, 32, near) == pytest.approx(14336 * 8 * 7 / 8 / 300e9)
+    assert exchange_seconds(14336, MIXTURE, 32, near) == pytest.approx(14336 * 8 * 7 / 8 / 300e9)
 
 
 def test_states_of_a_megatron_layout_by_hand() -> None:

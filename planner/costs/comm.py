@@ -4,6 +4,7 @@ from msgspec import Struct
 
 from realgraph.planner.costs.overhead import COLLECTIVE_SECONDS, Operation, collective_seconds, link_share
 from realgraph.planner.costs.setting import Setting
+from realgraph.planner.inputs.model_spec import ModelSpec
 
 HOP_SECONDS = 2e-6  # of one step of a ring: half of NCCL's base latency over InfiniBand, more than NVLink's
 
@@ -52,14 +53,30 @@ def gather_seconds(nbytes: float, ranks: int, bytes_per_s: float, latency: float
     return 0.0 if ranks == 1 else (ranks - 1) / ranks * nbytes / bytes_per_s + latency
 
 
-def exchange_seconds(nbytes: float, copies: int, ranks: int, link: Link) -> float:
-    """Seconds to send a token of `nbytes` to the `copies` experts that it chose among `ranks` devices.
+def exchange_seconds(nbytes: float, model: ModelSpec, ranks: int, link: Link) -> float:
+    """Seconds to send a token of `nbytes` to the experts that it chose among `ranks` devices.
 
     It crosses to each other node once, through this device's NIC, and goes on there over the link; both at once
-    (DeepSeek-V3, arXiv:2412.19437, sec. 3.2.2). Expected distinct nodes of n: n (1 - (1 - 1/n)^copies).
+    (DeepSeek-V3, arXiv:2412.19437, sec. 3.2.2).
     """
     nodes = ranks / link.inside
-    reached = nodes * (1 - (1 - 1 / nodes) ** copies)
-    far = nbytes * reached * (nodes - 1) / nodes
-    near = nbytes * copies * (link.inside - 1) / link.inside
+    far = nbytes * nodes_reached(model, nodes) * (nodes - 1) / nodes
+    near = nbytes * model.experts_per_token * (link.inside - 1) / link.inside
     return max(near / link.link_bytes_per_s, far / link.nic_bytes_per_s)
+
+
+def nodes_reached(model: ModelSpec, nodes: float) -> float:
+    """Expected distinct nodes of the experts that a token chooses, of `nodes` that hold equal shares of them.
+
+    Of n places, k choices meet n (1 - (1 - 1/n)^k). Where a token keeps to some groups of experts, neighbours in their
+    order, so it does to the nodes that hold these (arXiv:2412.19437, sec. 2.1.2).
+    """
+    groups, kept = model.router_groups, model.router_groups_per_token
+    if nodes > groups:  # a group lies on several
+        return _distinct(nodes * kept / groups, model.experts_per_token)
+    met = _distinct(kept, model.experts_per_token)
+    return nodes * (1 - (1 - met / groups) ** (groups / nodes))
+
+
+def _distinct(places: float, choices: int) -> float:
+    return places * (1 - (1 - 1 / places) ** choices)

@@ -32,6 +32,7 @@ KV_HEADS = {
 }
 # of a layer and of a token, likewise
 EXPERTS = {"qwen3_moe": (128, 8), "mixtral": (8, 2), "gpt_oss": (128, 4), "deepseek_v3": (256, 8)}
+ROUTER_GROUPS = (8, 4)  # of DeepSeek-V3, all and those of a token, likewise
 EXPERT_WIDTH = {"qwen3_moe": 768, "deepseek_v3": 2048}  # where it is not that of an MLP, likewise
 HEAD_DIM = {"gemma": 256, "gemma2": 256, "gemma3_text": 256, "qwen3": 128, "gpt_oss": 64}  # likewise
 
@@ -69,6 +70,8 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
     norms: int = 2  # RMSNorm vectors of a layer besides those of queries and keys (qk_norm)
     experts: int = 0  # 0 is a dense model
     experts_per_token: int = 0
+    router_groups: int = 1  # of neighbouring experts, of which a token's experts lie in `router_groups_per_token`
+    router_groups_per_token: int = 1
     expert_intermediate: int = 0
     expert_layers: int = 0
     dense_layers: tuple[int, ...] = ()  # of a mixture: the numbers of those without experts
@@ -205,6 +208,8 @@ class _Config(Struct, frozen=True):
     # of DeepSeek-V3, with the defaults of transformers' class
     n_routed_experts: Annotated[int, Meta(ge=0)] | None = None
     n_shared_experts: Annotated[int, Meta(ge=0)] = 1
+    n_group: Count | None = None
+    topk_group: Count | None = None
     first_k_dense_replace: Annotated[int, Meta(ge=0)] = 3
     q_lora_rank: Count | None = 1536
     kv_lora_rank: Count = 512
@@ -283,12 +288,15 @@ def _with_experts(shape: ModelSpec, config: _Config) -> ModelSpec:
     elif kind == "qwen3_moe":
         step = config.decoder_sparse_step
         dense = {*(config.mlp_only_layers or ()), *(i for i in range(shape.layers) if (i + 1) % step)}
+    groups = (config.n_group or ROUTER_GROUPS[0]) if kind == "deepseek_v3" else 1
     without = tuple(i for i in range(shape.layers) if i in dense)
     width = (config.moe_intermediate_size or EXPERT_WIDTH[kind]) if kind in EXPERT_WIDTH else shape.intermediate
     return msgspec.structs.replace(
         shape,
         experts=n_experts,
         experts_per_token=config.num_experts_per_tok or default_per_token,
+        router_groups=groups,
+        router_groups_per_token=min(groups, config.topk_group or ROUTER_GROUPS[1]) if groups > 1 else 1,
         expert_intermediate=width,
         expert_layers=shape.layers - len(without) if n_experts else 0,
         dense_layers=without if n_experts else (),
