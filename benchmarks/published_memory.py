@@ -28,6 +28,7 @@ from realgraph.planner.costs.memory.memory import (
     usable_bytes,
 )
 
+FUSED = re.compile(r"Composer|Megatron|AutoModel")  # systems with norms and activation functions of one kernel each
 LIVE_LAYERS = 1.25  # layers' worth of tensors in a layer's backward pass, where gradients are freed as they are used
 DEEPSPEED_BUCKET_BYTES = 2_000_000_000  # two buckets of 5e8 elements in 16 bits, its default
 SCORE_BYTES = 5  # scores, their softmax in 16 bits, and a mask (arXiv:2205.05198, sec. 4.1)
@@ -90,7 +91,7 @@ def _added(case: Case, recompute: Recompute) -> Footprint:
     row = next(iter(case.rows.values()))
     running = Running(
         recompute=recompute,
-        fused=layout.sharding == "replicated" or "Composer" in row.system or "Megatron" in row.system,
+        fused=layout.sharding == "replicated" or bool(FUSED.search(row.system)),
         live=LIVE_LAYERS,
         offloaded="AC=Offload" in row.notes,
         logit_bytes=logit_bytes_of(row),
@@ -99,7 +100,7 @@ def _added(case: Case, recompute: Recompute) -> Footprint:
         score_bytes=SCORE_BYTES if engine.attention == "unfused" else 0,
         sample_tokens=round(work.sample_tokens),
         sequence_parallel=engine.sequence_parallel,
-        combined=COMBINED_FLOAT32 if engine.name == FSDP.name else COMBINED,
+        combined=COMBINED_FLOAT32 if engine.name == FSDP.name and not case.dealt else COMBINED,
     )
     rows = train_activations(model, role, layout, work.microbatch_tokens, running)
     return rows + gathered(model, role, layout, None if case.lora_rank else running)
@@ -112,12 +113,13 @@ def _states(case: Case, row: Row) -> Footprint:
     distributed = setting.engine.distributed and _stage(row) > 0
     share = adapted_share(model, role, case.lora_rank) if case.lora_rank else 1.0
     states = trained_copy(model, role, layout, distributed, share)
-    if layout.sharding == "fsdp" and layout.dp * layout.cp == 1:  # one device's shards are float32 masters too
-        whole = local_params(model, role, layout)
-        trained = round(share * whole)
-        return Footprint(weights=4 * whole, gradients=4 * trained, optimizer=8 * trained)
     if layout.sharding == "fsdp":
-        return replace(states, gradients=states.gradients // 2)  # summed where the backward pass leaves them
+        kept = replace(states, gradients=states.gradients // 2)  # summed where the backward pass leaves them
+        if layout.dp * layout.cp == 1:  # one device's shards are float32 masters too
+            whole = local_params(model, role, layout)
+            trained = round(share * whole)
+            kept = Footprint(weights=4 * whole, gradients=4 * trained, optimizer=8 * trained)
+        return _halved(kept) if "states in bfloat16" in row.notes else kept
     if setting.engine.name == DEEPSPEED_2022.name:
         ours = states.gradients // 4
         copies = 0 if _gradient_bytes(row) > 2 else states.optimizer // 3  # a float32 shard while the optimizer steps
@@ -132,13 +134,19 @@ def _states(case: Case, row: Row) -> Footprint:
     return states
 
 
+def _halved(states: Footprint) -> Footprint:
+    """States in 16 bits, where they are counted in 32."""
+    halves = (states.weights // 2, states.gradients // 2, states.optimizer // 2)
+    return replace(states, weights=halves[0], gradients=halves[1], optimizer=halves[2])
+
+
 def logit_bytes_of(row: Row) -> int:
     """Bytes that a loss keeps of each logit: 16 bits, float32, log-softmax and gradient, or what a fused one leaves."""
     if "RL trainer" in row.notes:
         return 0  # never all at once
     if "Composer" in row.system:
         return 4  # MPT's fused cross-entropy: logits and their gradient in 16 bits
-    if re.search(r"Megatron-Bridge", row.system) or ("torchtitan" in row.system and "2025" in row.source):
+    if re.search(r"Megatron-Bridge|AutoModel", row.system) or ("torchtitan" in row.system and "2025" in row.source):
         return 6
     return 10 if "Megatron" in row.system else 16
 

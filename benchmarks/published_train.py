@@ -159,7 +159,8 @@ def _case(group: dict[str, Row]) -> Case | str:
     # FSDP's selective recomputation: every second product is computed again, half-way to all
     half = work.recompute == "selective" and setting.engine.name == FSDP.name
     lora = re.search(r"LoRA r=(\d+)", row.notes)
-    case = Case(setting, work, group, 0.5 if half else 0.0, int(lora[1]) if lora else 0)
+    dealt = "experts in their order" in row.notes
+    case = Case(setting, work, group, 0.5 if half else 0.0, int(lora[1]) if lora else 0, dealt)
     return case if "Megatron" not in row.system or RECOMPUTE.search(row.notes.lower()) else _least_recompute(case)
 
 
@@ -207,6 +208,8 @@ def backend_of(row: Row) -> Backend:
         return DEEPSPEED_2022
     if "2022" in row.source:
         return MEGATRON_2022
+    if "AutoModel" in row.system:
+        return FSDP
     if re.search(r"Megatron|nanotron|NeMo", row.system):
         return MEGATRON
     if "llm-foundry" in row.system:
