@@ -73,10 +73,12 @@ def nodes_reached(model: ModelSpec, nodes: float) -> float:
     """
     groups, kept = model.router_groups, model.router_groups_per_token
     if nodes > groups:  # a group lies on several
-        return _distinct(nodes * kept / groups, model.experts_per_token)
-    met = _distinct(kept, model.experts_per_token)
-    return nodes * (1 - (1 - met / groups) ** (groups / nodes))
+        places = nodes * kept / groups
+        return _distinct(places, model.experts_per_token, 1 / places)
+    met = _distinct(kept, model.experts_per_token, 1 / kept)
+    return _distinct(nodes, groups / nodes, met / groups)
 
 
-def _distinct(places: float, choices: int) -> float:
-    return places * (1 - (1 - 1 / places) ** choices)
+def _distinct(places: float, choices: float, chance: float) -> float:
+    """Expected places that some of so many choices meet, each with this chance."""
+    return places * (1 - float((1 - chance) ** choices))

@@ -1,4 +1,4 @@
-"""Where a model's config.json comes from: a directory, the Hub's cache, or the table of known models. No network."""
+"""A model's config.json, from a directory, the Hub's cache or the table of known models. No network."""
 
 import json
 import re
