@@ -85,7 +85,7 @@ def test_a_run_with_experts_apart_has_the_numbers_of_one_device(home: Path, name
         assert expected["train/load_imbalance"] >= 1
         assert "train/balance_loss" in expected
         for metric, value in expected.items():
-            if not metric.endswith(NOT_ALIKE):
+            if not metric.endswith(NOT_ALIKE) and "/expert_load_" not in metric:
                 assert ours[step][metric] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), (step, metric)
     saved = [
         AutoModelForCausalLM.from_pretrained(weights_of(ran(home, run)), experts_implementation="eager")

@@ -124,6 +124,8 @@ def test_balance_and_load_equal_transformers(folder: Path) -> None:
     chosen = [F.one_hot(one.topk(config.num_experts_per_tok).indices, one.shape[-1]).sum((0, 1)) for one in logits]
     imbalance = [float(counts.max() / counts.double().mean()) for counts in chosen]
     assert metrics["load_imbalance"] == pytest.approx(sum(imbalance) / len(imbalance))
+    loads = torch.stack([counts / counts.double().mean() for counts in chosen]).mean(0)
+    assert [metrics[f"expert_load_{i}"] for i in range(config.num_local_experts)] == pytest.approx(loads.tolist())
     entropies = [torch.distributions.Categorical(logits=one).entropy().mean() for one in logits]
     assert metrics["router_entropy"] == pytest.approx(float(torch.stack(entropies).mean().detach()))
 

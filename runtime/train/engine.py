@@ -110,9 +110,9 @@ class TorchTrainEngine:
         samples left out as idle), overdue (share of sampled tokens over the age bound), age_0, age_1, ... (shares by
         age in steps, up to the bound), logprob_gap (at the first mini-batch, before its step), empty_steps (optimizer
         steps that were not taken, as nothing had a part in their loss; only where there are any), entropy (over the
-        first micro-batch of each step, on each rank), of experts
-        load_imbalance and router_entropy (over all tokens of a step, a common beginning that is computed once counted
-        once; see `load_metrics`) and, in float16, loss_scale.
+        first micro-batch of each step, on each rank), of experts load_imbalance, expert_load_0, ... and router_entropy
+        (over all tokens of a step, a common beginning that is computed once counted once; see `load_metrics`) and, in
+        float16, loss_scale.
         """
         how = how or TrainOptions()
         recompute = how.recompute or ("full" if self.role.gradient_checkpointing else "none")

@@ -161,14 +161,16 @@ def load_balance(totals: Tensor, sharers: Sequence[Ranks]) -> Tensor:
 
 def load_metrics(load: Tensor, record: RoutingRecord | None) -> dict[str, float]:
     """load: of `RoutingRecord.load`, summed over passes and workers. load_imbalance: the largest load of an expert over
-    the mean, from 1 on, mean over layers; router_entropy: in nats, mean over rows and layers. None where nothing was
-    routed."""
+    the mean, from 1 on, mean over layers; expert_load_0, expert_load_1, ...: that of each expert over the mean, mean over
+    layers; router_entropy: in nats, mean over rows and layers. None where nothing was routed."""
     if record is None or not load[-1]:
         return {}
     counts = load[:-2].view(record.n_layers, -1)
     counts = counts[counts.sum(-1) > 0]
-    imbalance = counts.amax(-1) / counts.mean(-1)
-    return {"load_imbalance": float(imbalance.mean()), "router_entropy": float(load[-2] / load[-1])}
+    over_mean = counts / counts.mean(-1, keepdim=True)
+    by_expert = {f"expert_load_{expert}": found for expert, found in enumerate(over_mean.mean(0).tolist())}
+    imbalance = float(over_mean.amax(-1).mean())
+    return {"load_imbalance": imbalance, **by_expert, "router_entropy": float(load[-2] / load[-1])}
 
 
 def record_of(network: nn.Module) -> RoutingRecord | None:
