@@ -178,11 +178,13 @@ def test_the_end_of_a_run_names_its_checkpoint_and_what_comes_next(
     assert len(reference) == STEPS
     (output,) = [path.read_text() for path in home.glob("reference-*.out")]
     folder = home / "reference"
-    lines = output.splitlines()[-5:]
-    amount = r"[\d.]+ [MG]B"
+    lines = output.splitlines()[-6:]
+    amount, seconds = r"[\d.]+ [MG]B", r"[\d,.]+ (s|ms|us)"
     assert re.fullmatch(
         rf"  most memory: rollout {amount} \({amount} planned\), train {amount} \({amount} planned\)", lines.pop(1)
     )
+    times = [rf"{name} {seconds} \({seconds} planned\)" for name in ("a whole step", "rollout", "train")]
+    assert re.fullmatch(rf"  median time: {', '.join(times)}", lines.pop(1))
     assert lines == [
         f"finished after step {STEPS}",
         f"  saved: {folder}/checkpoints/step-{STEPS:06d}",

@@ -4,29 +4,45 @@ import io
 import itertools
 import json
 import os
+import re
 import stat
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from realgraph.graphs.errors import ConfigError
-from realgraph.runtime.commands.actions import CallSpan
+from realgraph.run.ending import seconds_lines
+from realgraph.runtime.commands.actions import CallSpan, StepEnded
 from realgraph.runtime.job.rotation import limit_log, older
 from realgraph.runtime.job.run_folder import RunFolder, exclusive, point_link, write_atomic
 from realgraph.runtime.master.checkpoint_folders import commit_folder, prune
-from realgraph.runtime.master.observer import EvalRecord, Note, RunEnded, RunStarted, Span, StepRecord, Transcript
+from realgraph.runtime.master.observer import (
+    EvalRecord,
+    Note,
+    PlannedSeconds,
+    RunEnded,
+    RunRecord,
+    RunStarted,
+    Span,
+    StepRecord,
+    Transcript,
+)
 from realgraph.runtime.master.records import MetricsFile, TraceFile, TranscriptsFile
-from realgraph.runtime.master.step_metrics import queue_seconds
+from realgraph.runtime.master.step_metrics import flatten, planned_of, queue_seconds
 from realgraph.runtime.master.trackers import make_trackers
 from realgraph.runtime.processes.local import WorkerHandle
+from realgraph.runtime.wire.protocol import Mean
 from realgraph.runtime.worker.evaluation import pass_at_k
 from realgraph.runtime.worker.resources import DeviceMemory
 from realgraph.screen.console import LiveScreen, PlainLines, sparkline, summary
 from realgraph.screen.terminal import Terminal
+from tests.shapes import Shape, job_of
 
 STARTED = RunStarted("name", "grpo", steps=3, first_step=0, run_dir="/runs/x", calls=("rollout", "train"))
 STEP = StepRecord(0, 0.5, {"reward/reward": 0.25, "train/loss": 1.5, "rollout/seconds": 0.2, "train/seconds": 0.3})
@@ -234,6 +250,94 @@ def test_live_screen_shows_calls_and_curve() -> None:
     screen.close()
     for part in ("realgraph: grpo", "rollout", "train", "accuracy 0.5", "careful [not markup]"):
         assert part in out.getvalue()
+
+
+def rows(records: Sequence[RunRecord], width: int = 80) -> dict[str, str]:
+    """The rows of the last table that a live screen draws of these, without bars and frames, by their first word."""
+    out = io.StringIO()
+    screen = LiveScreen(Terminal(file=out, width=width, force_terminal=True))
+    for record in records:
+        screen.observe(record)
+    screen.close()
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    lines = [re.sub(r"[│━╸╺ ]+", " ", line).strip() for line in plain.splitlines() if line.startswith("│")]
+    return {line.partition(" ")[0]: line for line in lines}
+
+
+@pytest.mark.parametrize("width", [64, 80, 120])
+def test_a_live_screen_has_the_plans_seconds_beside_the_median_of_the_measured_ones(width: int) -> None:
+    planned = PlannedSeconds(2.4, {"rollout": 0.25, "train": 0.6, "reallocate": 0.012})
+    start = msgspec.structs.replace(STARTED, calls=("rollout", "reward", "train"), planned=planned)
+    found = rows([start], width)
+    assert "reward" not in found  # nothing is planned of it, and nothing measured
+    assert [found[name] for name in ("a", "rollout", "train")] == [
+        *("a whole step 2.40 s", "rollout 0.250 s", "train 0.600 s")
+    ]
+    taken = {"rollout/seconds": 0.5, "reward/seconds": 0.02, "train/seconds": 0.4, "reallocate/seconds": 0.012}
+    slow = {name: 10 * seconds for name, seconds in taken.items()}  # the first step warms up
+    found = rows([start, StepRecord(0, 10.0, slow), StepRecord(1, 1.0, taken), StepRecord(2, 1.0, taken)], width)
+    assert found["call"] == "call predicted measured ratio share of the step"
+    assert [found[name] for name in ("a", "rollout", "reward", "train", "reallocate")] == [
+        "a whole step 2.40 s 1.00 s 2.40",
+        "rollout 0.250 s 0.500 s 0.50",
+        "reward 20.0 ms",
+        "train 0.600 s 0.400 s 1.50",
+        "reallocate 12.0 ms 12.0 ms 1.00",
+    ]
+
+
+def test_a_live_screen_without_predictions_shows_what_was_measured() -> None:
+    """A plan by hand may have none."""
+    found = rows(RECORDS)
+    assert [found[name] for name in ("a", "rollout", "train")] == [
+        *("a whole step 0.500 s", "rollout 0.200 s", "train 0.300 s")
+    ]
+
+
+def test_a_start_on_record_has_the_plans_seconds_and_older_records_have_none(tmp_path: Path) -> None:
+    planned = PlannedSeconds(2.4, {"rollout": 0.25})
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.observe(msgspec.structs.replace(STARTED, planned=planned))
+    file.close()
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert line.pop("planned") == {"step": 2.4, "calls": {"rollout": 0.25}}
+    assert msgspec.convert(line, RunRecord) == STARTED
+
+
+@pytest.mark.parametrize("moved", [{}, {"rollout": 0.2}, {"rollout": 0.2, "ref": 0.3}])
+def test_a_steps_metrics_have_planned_seconds_beside_each_measured_one(moved: dict[str, float]) -> None:
+    """A plan with several reallocations predicts none of what a step measures as one; functions have none either."""
+    job = job_of(Shape("grpo"))
+    job = msgspec.structs.replace(job, plan=msgspec.structs.replace(job.plan, reallocation_seconds=moved))
+    expected = {name: allocation.seconds for name, allocation in job.plan.allocations.items()}
+    expected |= {"reallocate": 0.2} if len(moved) == 1 else {}
+    spans = {name: CallSpan(10.0, 10.5) for name in (*job.graph.calls, *(["reallocate"] if moved else []))}
+    ended = StepEnded(0, {}, spans, 1, 1, 2, 1, 0, 0, 0, 0, Mean(0.0, 1.0), 0, {}, ())
+    metrics = flatten(ended, job.graph, job.plan)
+    assert {name: metrics[f"{name}/seconds"] for name in spans} == dict.fromkeys(spans, 0.5)
+    endings = [name.rpartition("/") for name in metrics if name.endswith("/planned_seconds")]
+    assert {name: metrics[f"{name}/planned_seconds"] for name, _, _ in endings} == expected
+    assert planned_of(job) == PlannedSeconds(job.plan.period_seconds, expected)
+
+
+def test_the_last_lines_have_planned_seconds_beside_the_median_of_the_measured_ones() -> None:
+    steps = [StepRecord(i, seconds, {"train/seconds": seconds / 2}) for i, seconds in enumerate((1.0, 5.0, 2.0))]
+    planned = PlannedSeconds(2.4, {"rollout": 0.25, "train": 0.6})
+    assert list(seconds_lines(planned, steps)) == [
+        "  median time: a whole step 2.00 s (2.40 s planned), train 1.00 s (0.600 s planned)"
+    ]
+    assert list(seconds_lines(msgspec.structs.replace(planned, step=0.0), steps)) == [
+        "  median time: train 1.00 s (0.600 s planned)"
+    ]
+    assert not [*seconds_lines(planned, []), *seconds_lines(PlannedSeconds(), steps)]
+
+
+def test_the_period_is_not_predicted_of_rollouts_alone() -> None:
+    """It is that of the step with its training."""
+    job = job_of(Shape("grpo"))
+    job = msgspec.structs.replace(job, plan=msgspec.structs.replace(job.plan, period_seconds=3.0))
+    assert planned_of(job).step == 3.0
+    assert planned_of(msgspec.structs.replace(job, rollout_alone=True)) == PlannedSeconds(0.0, planned_of(job).calls)
 
 
 @given(st.lists(st.floats(-1e3, 1e3), max_size=300))

@@ -13,8 +13,9 @@ from realgraph.graphs.errors import ConfigError
 from realgraph.plan.lengths import read_lengths
 from realgraph.plan.limits import Progress, interruptible
 from realgraph.plan.options import sizes_of
-from realgraph.plan.view.measured import STEP, measured_calls, read_run
+from realgraph.plan.view.measured import measured_calls, read_run
 from realgraph.planner.plan.codec import plan_to_json
+from realgraph.planner.report.format import WHOLE_STEP
 from realgraph.planner.request.cost_table import CostTable, costs_to_json
 from realgraph.run.costs_record import steady
 from realgraph.runtime.job.run_folder import RunFolder
@@ -86,14 +87,17 @@ def test_a_runs_steps_are_compared_without_its_first_ones(tmp_path: Path) -> Non
         for step in range(first, first + 8):
             slow = 100.0 if step - first < 2 else 1.0
             taken = {f"{name}/seconds": 2 * a.seconds * slow for name, a in plan.allocations.items()}
+            (moved,) = plan.reallocation_seconds.values()
+            taken["reallocate/seconds"] = 3 * moved * slow
             metrics.observe(StepRecord(step, plan.period_seconds * slow * rng.uniform(1.09, 1.11), taken))
     metrics.observe(RunEnded(14, "finished", True))
     metrics.close()
     found = {one.call: one for one in measured_calls(read_run(tmp_path))}
-    assert set(found) == {STEP, *plan.allocations}
-    assert found[STEP].measured_seconds == pytest.approx(1.1 * plan.period_seconds, rel=0.02)
+    assert set(found) == {WHOLE_STEP, *plan.allocations, "reallocate"}
+    assert found[WHOLE_STEP].measured_seconds == pytest.approx(1.1 * plan.period_seconds, rel=0.02)
     assert found["generate"].measured_seconds == pytest.approx(2 * found["generate"].predicted_seconds)
     assert found["generate"].spread == 0 and found["generate"].count == 10
+    assert found["reallocate"].measured_seconds == pytest.approx(3 * found["reallocate"].predicted_seconds)
 
 
 @pytest.mark.parametrize(("ran", "count"), [((2,), 1), ((6,), 5), ((7,), 5), ((1, 3), 2), ((8, 8), 12)])

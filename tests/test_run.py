@@ -79,7 +79,10 @@ def test_a_run_records_what_it_did(home: Path, name: str) -> None:
     assert [record["step"] for record in steps] == list(range(STEPS))
     calls, streams = set(began["calls"]), RUNS[name].get("staleness", 0) > 0
     timed: set[str] = set()
-    allocations = json.loads((folder / "plan.json").read_text())["allocations"]
+    plan = json.loads((folder / "plan.json").read_text())
+    allocations, planned = plan["allocations"], began["planned"]
+    assert planned["step"] == plan["period_seconds"] > 0
+    assert {*planned["calls"]} - {"reallocate"} == allocations.keys()
     for record in steps:
         metrics = record["metrics"]
         assert all(math.isfinite(value) for value in metrics.values())
@@ -88,6 +91,7 @@ def test_a_run_records_what_it_did(home: Path, name: str) -> None:
         timed |= here
         for call in here & allocations.keys():
             assert metrics[f"{call}/planned_bytes"] == allocations[call]["peak_bytes"] > 0
+            assert metrics[f"{call}/planned_seconds"] == allocations[call]["seconds"] > 0
             assert metrics[f"{call}/peak_bytes"] > 1e6
         assert metrics["batch/groups"] == merged(BASE, RUNS[name])["batch"]["groups"]
     assert timed == calls

@@ -9,6 +9,9 @@ AXES = ("dp", "tp", "pp")
 RARE_AXES = ("cp", "ep")  # named only where one is above 1
 
 
+WHOLE_STEP = "a whole step"  # the name of the period among the names of calls
+
+
 def seconds_text(seconds: float) -> str:
     """Three significant digits: `1,204 s`, `67.3 s`, `0.104 s`, `68.4 ms`, `20.0 us`; `0 s`."""
     if seconds >= 0.1:
@@ -16,6 +19,11 @@ def seconds_text(seconds: float) -> str:
     if seconds >= 1e-3:
         return f"{rate_text(seconds * 1e3)} ms"
     return f"{rate_text(seconds * 1e6)} us" if seconds > 0 else "0 s"
+
+
+def ratio_text(predicted: float, measured: float) -> str:
+    """Predicted over measured: `0.92`; `inf` where nothing was measured of what takes time."""
+    return f"{predicted / measured if measured > 0 else float('inf'):.2f}"
 
 
 def rate_text(per_second: float) -> str:

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, assert_never
+from typing import assert_never
 
 import msgspec
 from msgspec import Struct
@@ -35,12 +35,12 @@ from realgraph.runtime.master.observer import (
     StepRecord,
     Transcript,
 )
+from realgraph.runtime.master.step_metrics import REALLOCATE
 
 WARM_UP_STEPS = 2  # left out, where more than twice as many follow; else all but the first
 MOST_STEPS = 512  # of one start of a run that are kept: more would say the same of its costs
 NORMAL_DEVIATION_RATIO = 1.4826  # standard deviation over median absolute deviation, of a normal distribution
 N_LENGTH_QUANTILES = 128  # quantiles kept
-REALLOCATE: Final = "reallocate"
 
 
 class Planned(Struct, frozen=True):

@@ -2,15 +2,19 @@
 
 import shlex
 from collections.abc import Iterator, Sequence
+from statistics import median
 
 import msgspec
 
 from realgraph.graphs.spec import Generate, Train
 from realgraph.planner.feasibility.diagnose import shown_bytes
+from realgraph.planner.report.format import WHOLE_STEP, seconds_text
+from realgraph.run.costs_record import steady
 from realgraph.run.rollout_alone import measured_lines
 from realgraph.run.running import PreparedRun
 from realgraph.runtime.master.master import RunOutcome
-from realgraph.runtime.master.observer import RunRecord, StepRecord
+from realgraph.runtime.master.observer import PlannedSeconds, RunRecord, StepRecord
+from realgraph.runtime.master.step_metrics import planned_of
 from realgraph.runtime.wire.protocol import PEAK_BYTES
 
 
@@ -23,6 +27,7 @@ def next_lines(outcome: RunOutcome, prepared: PreparedRun) -> Iterator[str]:
     steps = step_records(prepared)
     if outcome.ok:
         yield from memory_lines(prepared, steps)
+        yield from seconds_lines(planned_of(job), steady(steps))
     if job.rollout_alone:
         yield from measured_lines(job.graph, steps)
         yield f"  by step: {prepared.folder.metrics}"
@@ -69,3 +74,19 @@ def memory_lines(prepared: PreparedRun, steps: Sequence[StepRecord]) -> Iterator
     ]
     if shown:
         yield f"  most memory: {', '.join(shown)}"
+
+
+def seconds_lines(planned: PlannedSeconds, steps: Sequence[StepRecord]) -> Iterator[str]:
+    """The median seconds of a step and of each call, beside those that the plan predicted; nothing where no step counts
+    or nothing was predicted. steps: those that count, without the ones that warm up."""
+    predicted = {WHOLE_STEP: planned.step} if planned.step else {}
+    measured = {WHOLE_STEP: [step.seconds for step in steps]}
+    for name in planned.calls:
+        measured[name] = [step.metrics[f"{name}/seconds"] for step in steps if f"{name}/seconds" in step.metrics]
+    shown = [
+        f"{name} {seconds_text(median(measured[name]))} ({seconds_text(seconds)} planned)"
+        for name, seconds in {**predicted, **planned.calls}.items()
+        if measured[name]
+    ]
+    if shown:
+        yield f"  median time: {', '.join(shown)}"

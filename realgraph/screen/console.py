@@ -2,6 +2,8 @@
 
 import time
 from collections import defaultdict, deque
+from collections.abc import Iterator
+from statistics import median
 
 import msgspec
 from rich.console import Group, RenderableType
@@ -11,11 +13,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from realgraph.planner.report.format import WHOLE_STEP, ratio_text, seconds_text
 from realgraph.runtime.master.observer import (
     CheckpointRecord,
     EvalRecord,
     Note,
     Observer,
+    PlannedSeconds,
     RunEnded,
     RunRecord,
     RunStarted,
@@ -26,6 +30,8 @@ from realgraph.runtime.master.observer import (
 from realgraph.screen.terminal import Terminal
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+COUNTED_STEPS = 50  # the last ones, whose median seconds the live view shows
+SHARE_CELLS = 20  # of a whole step
 VALUE_LOSS = ("train_critic/loss",)  # of that call alone: another call's loss is no critic's
 SHOWN = (
     ("reward", ("reward/reward",)),
@@ -124,7 +130,7 @@ def describe(record: EvalRecord) -> str:
 
 
 class LiveScreen:
-    """A live view: progress, reward curve, metrics, and where the time goes, call by call."""
+    """A live view: progress, reward curve, metrics, and where the time goes, call by call, as planned and measured."""
 
     def __init__(self, console: Terminal) -> None:
         self._console = console
@@ -133,8 +139,7 @@ class LiveScreen:
         self._step: StepRecord | None = None
         self._eval: EvalRecord | None = None
         self._rewards: list[float] = []
-        self._seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=50))
-        self._step_seconds: deque[float] = deque(maxlen=50)
+        self._seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=COUNTED_STEPS))
         self._began = time.monotonic()
 
     def observe(self, record: RunRecord) -> None:
@@ -152,10 +157,10 @@ class LiveScreen:
                 self._live.start()
             case StepRecord():
                 self._step = record
-                for call in self._start.calls if self._start else ():
-                    if (seconds := record.metrics.get(f"{call}/seconds")) is not None:
-                        self._seconds[call].append(seconds)
-                self._step_seconds.append(record.seconds)
+                for name in self._names():
+                    if (seconds := record.metrics.get(f"{name}/seconds")) is not None:
+                        self._seconds[name].append(seconds)
+                self._seconds[WHOLE_STEP].append(record.seconds)
                 reward = pick(record.metrics, SHOWN[0][1])
                 loss = pick(record.metrics, SHOWN[1][1])
                 self._rewards.append(reward if reward is not None else -(loss or 0.0))
@@ -199,18 +204,36 @@ class LiveScreen:
         parts.append(self._calls())
         return Panel(Group(*parts), title=Text(f"realgraph: {self._start.graph}"), title_align="left")
 
+    def _names(self) -> Iterator[str]:
+        """The calls of the graph, and what else the plan has predictions of."""
+        if self._start is not None:
+            yield from dict.fromkeys((*self._start.calls, *self._start.planned.calls))
+
     def _calls(self) -> Table:
+        """A row for the step and for each call that is planned or was measured; medians over the last steps."""
         table = Table(box=None, pad_edge=False, header_style="dim")
-        for name in ("call", "ms", "share of the step"):
-            table.add_column(name, justify="left" if name != "ms" else "right")
-        mean_step = sum(self._step_seconds) / len(self._step_seconds) if self._step_seconds else 0.0
-        for call in self._start.calls if self._start else ():
-            seconds = self._seconds.get(call)
-            if not seconds:
+        table.add_column("call")
+        for name in ("predicted", "measured", "ratio"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("share of the step")
+        planned = self._start.planned if self._start else PlannedSeconds()
+        predicted = {WHOLE_STEP: planned.step, **planned.calls}
+        taken = {name: median(seconds) for name, seconds in self._seconds.items() if seconds}
+        step = taken.get(WHOLE_STEP, 0.0)
+        for name in (WHOLE_STEP, *self._names()):
+            expected, measured = predicted.get(name, 0.0), taken.get(name)
+            if not expected and measured is None:
                 continue
-            mean = sum(seconds) / len(seconds)
-            share = min(1.0, mean / mean_step) if mean_step else 0.0
-            table.add_row(call, f"{mean * 1e3:.0f}", ProgressBar(total=1.0, completed=share, width=30))
+            bar: RenderableType = ""
+            if step and measured is not None and name != WHOLE_STEP:
+                bar = ProgressBar(total=step, completed=min(step, measured), width=SHARE_CELLS)
+            table.add_row(
+                name,
+                seconds_text(expected) if expected else "",
+                seconds_text(measured) if measured is not None else "",
+                ratio_text(expected, measured) if expected and measured is not None else "",
+                bar,
+            )
         return table
 
     def _stop(self) -> None:

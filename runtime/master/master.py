@@ -50,7 +50,7 @@ from realgraph.runtime.master.observer import (
 )
 from realgraph.runtime.master.startup import StartError, WorkerGroup, ready_worker_group, start_worker_group
 from realgraph.runtime.master.status import StatusFile
-from realgraph.runtime.master.step_metrics import flatten
+from realgraph.runtime.master.step_metrics import flatten, planned_of
 from realgraph.runtime.processes.interrupts import Interrupted, Interrupts, unless
 from realgraph.runtime.processes.launcher import Launcher, LaunchError, WorkerStacks
 from realgraph.runtime.processes.local import LocalLauncher
@@ -214,6 +214,7 @@ class Master:
                 facts=facts,
                 time=time.time(),
                 restarts=self._restarts,
+                planned=planned_of(self._job),
             )
         )
 

@@ -8,6 +8,13 @@ from msgspec import Struct, field, structs
 from realgraph.runtime.wire.protocol import ArrivedBytes, HeldBytes
 
 
+class PlannedSeconds(Struct, frozen=True):
+    """Seconds that the run's plan predicts."""
+
+    step: float = 0.0  # the period; 0: none is predicted
+    calls: dict[str, float] = field(default_factory=dict)  # by the names that metrics have: NAME/seconds
+
+
 class RunStarted(Struct, frozen=True, tag="start"):
     """The workers are ready."""
 
@@ -20,6 +27,7 @@ class RunStarted(Struct, frozen=True, tag="start"):
     facts: dict[str, float] = field(default_factory=dict)  # seconds of start-up, parameters, rows of data
     time: float = 0.0
     restarts: int = 0  # of this run by itself before this start
+    planned: PlannedSeconds = PlannedSeconds()
 
 
 class Span(Struct, frozen=True, tag="span"):

@@ -1,18 +1,23 @@
 """The flat metrics of metrics.jsonl, made of what a step's calls reported. Pure."""
 
 from collections.abc import Mapping
+from typing import Final
 
 from realgraph.graphs.graph import Graph
 from realgraph.planner.plan.plan import Plan
 from realgraph.runtime.commands.actions import CallSpan, StepEnded
+from realgraph.runtime.job.job import Job
+from realgraph.runtime.master.observer import PlannedSeconds
 from realgraph.runtime.wire.protocol import PEAK_BYTES
 
 PLANNED_BYTES = "planned_bytes"  # a metric: of `PEAK_BYTES`, as predicted
+PLANNED_SECONDS = "planned_seconds"  # a metric: of `seconds`, as predicted
+REALLOCATE: Final = "reallocate"  # the name of all reallocations of a step among its calls
 
 
 def flatten(ended: StepEnded, graph: Graph, plan: Plan) -> dict[str, float]:
     """Metrics by `call/name`: what the call reported, its seconds, tokens per second, and the time it was held up;
-    beside the most bytes that it had on a device those that the plan has predicted.
+    beside its seconds, and the most bytes that it had on a device, those that the plan has predicted.
 
     queue_seconds: from the moment its last producer of the same step ended to its start; negative values (a streaming
     function starts before generation has ended) count as 0.
@@ -22,8 +27,11 @@ def flatten(ended: StepEnded, graph: Graph, plan: Plan) -> dict[str, float]:
     for call, allocation in plan.allocations.items():
         if f"{call}/{PEAK_BYTES}" in flat:
             flat[f"{call}/{PLANNED_BYTES}"] = float(allocation.peak_bytes)
+    planned = planned_seconds(plan)
     for call, span in ended.spans.items():
         flat[f"{call}/seconds"] = span.seconds
+        if call in planned:
+            flat[f"{call}/{PLANNED_SECONDS}"] = planned[call]
         flat[f"{call}/queue_seconds"] = queue_seconds(call, ended.spans, graph)
         if call not in graph.calls or not graph.role(call):
             continue  # reallocations, functions and advantages work on no tokens
@@ -46,6 +54,23 @@ def flatten(ended: StepEnded, graph: Graph, plan: Plan) -> dict[str, float]:
     if ended.n_engines:
         flat[f"{graph.generates[0]}/engines"] = float(ended.n_engines)
     return flat | {f"version/{role}": float(version) for role, version in ended.versions.items()}
+
+
+def planned_seconds(plan: Plan) -> dict[str, float]:
+    """Predicted seconds by the names that a step's metrics have for the measured ones.
+
+    Left out are calls of which the plan predicts none, and reallocations where there are several: a step measures them
+    as one, from the start of the first to the end of the last.
+    """
+    predicted = {call: allocation.seconds for call, allocation in plan.allocations.items()}
+    if len(plan.reallocation_seconds) == 1:
+        (predicted[REALLOCATE],) = plan.reallocation_seconds.values()
+    return {name: seconds for name, seconds in predicted.items() if seconds > 0}
+
+
+def planned_of(job: Job) -> PlannedSeconds:
+    """The predictions of a run's plan; the period is that of a whole step, which rollouts alone are not."""
+    return PlannedSeconds(0.0 if job.rollout_alone else job.plan.period_seconds, planned_seconds(job.plan))
 
 
 def _effective_shares(flat: Mapping[str, float]) -> dict[str, float]:

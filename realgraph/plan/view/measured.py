@@ -10,8 +10,9 @@ import msgspec
 from realgraph.graphs.errors import ConfigError, Problem, Where, reason
 from realgraph.graphs.yaml.files import read_text
 from realgraph.planner.plan.codec import plan_from_json
-from realgraph.planner.plan.plan import Plan, reallocation_node
+from realgraph.planner.plan.plan import Plan
 from realgraph.planner.report.content import MeasuredSeconds
+from realgraph.planner.report.format import WHOLE_STEP
 from realgraph.run.costs_record import steady
 from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.master.observer import (
@@ -25,8 +26,7 @@ from realgraph.runtime.master.observer import (
     StepRecord,
     Transcript,
 )
-
-STEP = "a whole step"
+from realgraph.runtime.master.step_metrics import planned_seconds
 
 
 class RunRead(msgspec.Struct, frozen=True):
@@ -56,13 +56,12 @@ def read_run(root: Path) -> RunRead:
 
 
 def measured_calls(run: RunRead) -> tuple[MeasuredSeconds, ...]:
-    """The period first, then each call and reallocation that the plan has a prediction for, medians over the steps."""
-    predicted = {name: allocation.seconds for name, allocation in run.plan.allocations.items()}
-    predicted |= {reallocation_node(name): seconds for name, seconds in run.plan.reallocation_seconds.items()}
-    measured = [_measured(STEP, run.plan.period_seconds, [record.seconds for record in run.steps])]
-    for name, seconds in predicted.items():
+    """The period first, then each call and the reallocation that the plan has a prediction for, medians over the
+    steps."""
+    measured = [_measured(WHOLE_STEP, run.plan.period_seconds, [record.seconds for record in run.steps])]
+    for name, seconds in planned_seconds(run.plan).items():
         taken = [record.metrics[f"{name}/seconds"] for record in run.steps if f"{name}/seconds" in record.metrics]
-        if taken and seconds > 0:
+        if taken:
             measured.append(_measured(name, seconds, taken))
     return tuple(measured)
 

@@ -22,6 +22,7 @@ from realgraph.planner.report.format import (
     layout_text,
     percent_text,
     rate_text,
+    ratio_text,
     seconds_text,
     words,
 )
@@ -339,13 +340,12 @@ def measured(calls: tuple[MeasuredSeconds, ...]) -> Table:
     for name in ("predicted", "measured", "spread", "predicted / measured", "steps"):
         table.add_column(name, justify="right")
     for call in calls:
-        ratio = call.predicted_seconds / call.measured_seconds if call.measured_seconds > 0 else float("inf")
         table.add_row(
             call.call,
             seconds_text(call.predicted_seconds),
             seconds_text(call.measured_seconds),
             percent_text(call.spread),
-            f"{ratio:.2f}",
+            ratio_text(call.predicted_seconds, call.measured_seconds),
             f"{call.count:,}",
         )
     return table
