@@ -115,7 +115,12 @@ RUNS = (
     Source("run directory", "out/job.json", damaged_json, _RESUME),
     Source("run directory", "out/plan.json", damaged_json, (_MEASURED,)),
     Source("run directory", "out/metrics.jsonl", damaged_bytes, (_MEASURED, _RESUME[1])),
-    Source("run directory", "out/costs.json", damaged_json, (("plan", "run.yaml", "--costs", "out", *SEARCH),)),
+    Source(
+        "run directory",
+        "out/costs.json",
+        damaged_json,
+        (("plan", "run.yaml", "--costs", "out", *SEARCH), _MEASURED),
+    ),
     Source("checkpoint", f"{_NEWEST}/state.json", damaged_json, _RESUME),
     Source("checkpoint", f"{_NEWEST}/actor/config.json", damaged_json, _LOADS),
     Source(

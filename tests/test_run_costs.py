@@ -1,18 +1,25 @@
-"""`realgraph run --costs`, and plans made with measured costs that are handed to a run without them."""
+"""`realgraph run --costs`, `realgraph plan --run`, and plans made with measured costs that are handed to a run without
+them."""
 
 import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from realgraph.commands.run import RunOptions, open_run
 from realgraph.graphs.errors import ConfigError
 from realgraph.plan.command import plan_command
 from realgraph.plan.options import PlanOptions
+from realgraph.planner.plan.codec import plan_to_json
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.request.cost_table import CostTable, PhaseFactor, costs_to_json
 from realgraph.run.running import PreparedRun, prepare
+from realgraph.runtime.job.run_folder import RunFolder
+from realgraph.runtime.master.observer import StepRecord
+from realgraph.runtime.master.records import MetricsFile
 
+BRIEF = PlanOptions(brief=True)
 RUN = """
 graph: grpo
 models: {actor: {path: Qwen/Qwen3-1.7B, dtype: bfloat16}}
@@ -84,6 +91,82 @@ def test_costs_that_contradict_the_plan_or_a_resumed_run_are_refused(run_file: P
         open_run(None, (), RunOptions(resume=run_file.parent, costs_file=other)).__enter__()
     with pytest.raises(ConfigError, match="no file or run directory"):
         open_run(run_file, (), RunOptions(costs_file=run_file.parent / "nowhere")).__enter__()
+
+
+FEW = ["cluster.devices=2", "batch.groups=8"]
+
+
+def finished_run(run_file: Path, factor: float | None) -> Path:
+    """The directory of a run whose calls took so many times what was predicted. None: it has left no costs."""
+    plan = plan_command(run_file, FEW, BRIEF)
+    folder = RunFolder(run_file.parent / "finished")
+    folder.root.mkdir()
+    folder.plan.write_text(plan_to_json(plan))
+    metrics = MetricsFile(folder.metrics)
+    for step in range(4):
+        taken = {f"{name}/seconds": one.seconds * (factor or 1.0) for name, one in plan.allocations.items()}
+        metrics.observe(StepRecord(step, plan.period_seconds * (factor or 1.0), taken))
+    metrics.close()
+    if factor is not None:
+        table(folder.root, factor)
+    return folder.root
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> str:
+    """The output in one line, its spaces single."""
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_plan_for_a_run_is_made_with_the_costs_that_it_measured(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `--costs DIR` does, and with the run's own plan beside what it measured."""
+    root = finished_run(run_file, 3.0)
+    capsys.readouterr()
+    plain, _ = plan_command(run_file, FEW, BRIEF), capsys.readouterr()
+    by_costs = plan_command(run_file, FEW, replace(BRIEF, costs=root))
+    assert f"costs measured, from {root}" in told(capsys)
+    by_run = plan_command(run_file, FEW, replace(BRIEF, run_dir=root))
+    said = told(capsys)
+    assert by_run.hashes == by_costs.hashes != plain.hashes
+    assert seconds(by_run) == seconds(by_costs) and by_run.orders == by_costs.orders
+    assert by_run.period_seconds == pytest.approx(3 * plain.period_seconds, rel=0.1)
+    assert f"costs measured by the run in {root}" in said
+    assert "predicted against measured" in said and "no measured costs" not in said
+
+
+def test_given_costs_go_before_those_of_the_run(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = finished_run(run_file, 3.0)
+    own = table(run_file.parent, 2.0)
+    by_costs = plan_command(run_file, FEW, replace(BRIEF, costs=own))
+    capsys.readouterr()
+    plan = plan_command(run_file, FEW, replace(BRIEF, costs=own, run_dir=root))
+    said = told(capsys)
+    assert plan.hashes == by_costs.hashes and seconds(plan) == seconds(by_costs)
+    assert f"costs measured, from {own}; the run in {root} is only compared, since --costs is given" in said
+    assert "predicted against measured" in said
+
+
+def test_a_run_that_has_left_no_costs_is_compared_and_no_more(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It runs, or was killed."""
+    root = finished_run(run_file, None)
+    capsys.readouterr()
+    plan = plan_command(run_file, FEW, replace(BRIEF, run_dir=root))
+    said = told(capsys)
+    assert not plan.hashes.costs
+    assert f"costs the shipped ones: the run in {root} has left no costs.json" in said
+    assert "predicted against measured" in said
+
+
+def test_costs_of_a_run_on_another_kind_of_device_are_refused(run_file: Path) -> None:
+    root = finished_run(run_file, 3.0)
+    with pytest.raises(ConfigError, match=r"measured on H100-SXM, the cluster has A100-80(.|\n)*leave --run out"):
+        plan_command(run_file, [*FEW, "cluster.kind=A100-80"], replace(BRIEF, run_dir=root))
+    (root / "costs.json").write_text("nul")
+    with pytest.raises(ConfigError, match=r"costs\.json is no table of costs"):
+        plan_command(run_file, FEW, replace(BRIEF, run_dir=root))
 
 
 def test_a_doubt_says_that_a_plans_seconds_are_its_own(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ Price = Annotated[
     float | None, _shown("--price", "Price of a device-hour; default: that of the device kind.", "USD", 0)
 ]
 Brief = Annotated[bool, _shown("--brief", "Leave out other plans and what-if hints.")]
-RunDir = Annotated[Path | None, _read("--run", "Compare with what this run measured.", "DIR")]
+RunDir = Annotated[Path | None, _read("--run", "Plan with what this run measured; compare it with its plan.", "DIR")]
 Edited = Annotated[Path | None, _read("--plan", "Evaluate this plan, and show the best one beside it.")]
 Costs = Annotated[Path | None, _read("--costs", "Measured costs: a table, or a finished run.")]
 Lengths = Annotated[Path | None, _read("--lengths", "Lengths of responses: a file, or a finished run.")]

@@ -16,6 +16,7 @@ from realgraph.plan.beside import (
     simplified_text,
     synchrony,
 )
+from realgraph.plan.costs import PlanCosts, costs_for
 from realgraph.plan.explain import explained, refuse_free
 from realgraph.plan.lengths import read_lengths
 from realgraph.plan.options import PlanOptions, refuse_conflicts, sizes_of
@@ -33,7 +34,6 @@ from realgraph.planner.report.html import page
 from realgraph.planner.report.price import price_of
 from realgraph.planner.report.text import cheapest
 from realgraph.planner.report.trace import trace_json
-from realgraph.planner.request.cost_table import CostTable, load_costs
 from realgraph.planner.request.request import PlanRequest, kept_by
 from realgraph.planner.search.assembly import plan_of
 from realgraph.planner.search.search import solved
@@ -51,6 +51,7 @@ class Made(Struct, frozen=True):
     request: PlanRequest
     plan: Plan
     prepared: PreparedProblem | None = None
+    costs: PlanCosts = PlanCosts()
     notes: tuple[str, ...] = ()
     sizes: tuple[PlannedSize, ...] = ()
 
@@ -62,12 +63,13 @@ def plan_command(file: Path, overrides: Sequence[str] = (), options: PlanOptions
         refuse_unwritable(file_out)
     checked = check_run(file, overrides, weights=False)
     say_warnings(checked.warnings)
-    request = asked_for(checked, options)
+    costs = costs_for(options)
+    request = asked_for(checked, options, costs)
     if options.explain is not None:
         refuse_free(request, options.explain)
     measured = measured_calls(read_run(options.run_dir)) if options.run_dir is not None else ()
     with session(options, checked) as now:
-        made = now.find(lambda: _made(now, request, options))
+        made = replace(now.find(lambda: _made(now, request, options)), costs=costs)
         now.progress.close()
         if options.out is not None:
             write(options.out, plan_to_json(made.plan))
@@ -87,11 +89,10 @@ def plan_command(file: Path, overrides: Sequence[str] = (), options: PlanOptions
     return made.plan
 
 
-def asked_for(checked: Checked, options: PlanOptions) -> PlanRequest:
+def asked_for(checked: Checked, options: PlanOptions, costs: PlanCosts) -> PlanRequest:
     """The request that is planned for, with what the options change. Raises ConfigError."""
-    costs = load_costs(options.costs) if options.costs is not None else CostTable()
     lengths = read_lengths(options.lengths) if options.lengths is not None else ()
-    request = request_for(checked, asked=RequestOptions(costs, lengths, str(options.costs or "")))
+    request = request_for(checked, asked=RequestOptions(costs.table, lengths, costs.source, costs.option))
     if options.colocated:
         request = replace(request, constraints=replace(request.constraints, colocated=True))
     return request
@@ -179,4 +180,5 @@ def _report(checked: Checked, made: Made, options: PlanOptions, measured: tuple[
         target_seconds=options.target,
         measured=measured,
     )
-    return report_of(made.request, made.plan, checked.name, facts_of(checked, made.request), findings)
+    facts = (*facts_of(checked, made.request), *((("costs", made.costs.text),) if made.costs.text else ()))
+    return report_of(made.request, made.plan, checked.name, facts, findings)

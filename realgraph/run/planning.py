@@ -52,6 +52,7 @@ class RequestOptions(Struct, frozen=True):
     costs: CostTable = CostTable()  # measured
     lengths: tuple[int, ...] = ()  # measured new tokens of samples, in any order; they come before those of `costs`
     costs_file: str = ""  # where `costs` come from, for messages
+    costs_option: str = "--costs"  # the option that named it, for messages
 
 
 def request_for(
@@ -118,7 +119,7 @@ def _costs_for(cluster: Cluster, asked: RequestOptions, where: Where) -> CostTab
     if costs.kind and costs.kind not in kinds:
         whose = f"the costs in {asked.costs_file}" if asked.costs_file else "the costs"
         text = f"{whose} were measured on {costs.kind}, the cluster has {', '.join(kinds)}"
-        raise ConfigError([Problem(where, text, "measure this kind, or leave --costs out", "costs")])
+        raise ConfigError([Problem(where, text, f"measure this kind, or leave {asked.costs_option} out", "costs")])
     return costs
 
 
