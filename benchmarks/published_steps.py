@@ -160,7 +160,7 @@ def step_request(model: ModelSpec, cluster: Cluster, engines: Engines, batch: Ba
     return replace(request, pins=pins)
 
 
-SYSTEM = replace(TORCH, name="its engines", max_running=MOST_RUNNING)
+SYSTEM = replace(TORCH, name="its engines", max_running=MOST_RUNNING, expert_copies=False)
 
 
 def generate_request(

@@ -165,10 +165,14 @@ def test_neighbours_on_several_nodes_meet_over_all_cards_however_wide_their_layo
 def test_a_token_crosses_to_each_node_once() -> None:
     """8 copies among 4 nodes of 8: 3.6 distinct nodes on average, of which a quarter is its own."""
     link = Link(inside=8, bytes_per_s=320e9, link_bytes_per_s=1e15, nic_bytes_per_s=40e9)
+    setting = Setting(MIXTURE, BF16, Layout(DeviceMesh(0, 32), dp=32, ep=32), cluster(nodes=4))
     reached = 4 * (1 - 0.75**8) * 3 / 4
-    assert exchange_seconds(14336, MIXTURE, 32, link) == pytest.approx(14336 * reached / 40e9)
+    assert exchange_seconds(setting, 14336, 32, link) == pytest.approx(14336 * reached / 40e9)
     near = replace(link, nic_bytes_per_s=1e18, link_bytes_per_s=300e9)
-    assert exchange_seconds(14336, MIXTURE, 32, near) == pytest.approx(14336 * 8 * 7 / 8 / 300e9)
+    assert exchange_seconds(setting, 14336, 32, near) == pytest.approx(14336 * 8 * 7 / 8 / 300e9)
+    plain = replace(setting, backend=replace(setting.engine, expert_copies=True))
+    assert exchange_seconds(plain, 14336, 32, link) == pytest.approx(14336 * 8 * 3 / 4 / 40e9)
+    assert exchange_seconds(plain, 14336, 32, near) == exchange_seconds(setting, 14336, 32, near)
 
 
 def test_states_of_a_megatron_layout_by_hand() -> None:

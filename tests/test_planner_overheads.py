@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from benchmarks.published_steps import Batch, Engines, layout_of, overheads, plan_for, step_request
+from benchmarks.published_steps import SYSTEM, Batch, Engines, layout_of, overheads, plan_for, step_request
 from realgraph.planner.costs.engine_overheads import NO_OVERHEADS, EngineOverheads
 from realgraph.planner.inputs.devices import device_kind
 from realgraph.planner.inputs.workload import Workload
@@ -73,6 +73,17 @@ def test_ranks_on_several_nodes_and_whole_models_are_dearer() -> None:
     part, whole = (planned(replace(rate, sync_whole=all_of_it), APART) for all_of_it in (False, True))
     moved = [plan.reallocation_seconds["rollout"] for plan in (part, whole)]
     assert moved[1] == pytest.approx(2 * moved[0], rel=0.05)  # each of two ranks gets all
+
+
+def test_our_own_engines_send_a_row_for_each_expert_and_other_systems_one_for_each_node() -> None:
+    """`runtime/parallel/experts/dispatch.py` exchanges a row for each of a token's experts."""
+    asked = request(grpo(), machine=cluster(nodes=2))
+    layout = Layout(DeviceMesh(0, 16), dp=16)
+    for engine, copies in ((TORCH, True), (SYSTEM, False)):
+        for call in ("rollout", "train"):
+            own = setting_of(replace(asked, engine=engine), call, layout, asked.cluster)
+            assert own.engine.expert_copies == copies
+            assert replace(own.engine, expert_copies=False) == replace(own, backend=None).engine
 
 
 def test_a_cpu_and_measured_factors_hold_what_was_measured_with_them() -> None:

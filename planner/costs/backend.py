@@ -46,6 +46,8 @@ class Backend(Struct, frozen=True, cache_hash=True):
     # them
     exposed: float = 0.25
     score_bytes: int = 13  # moved for each score of unfused attention, forward
+    # a token's row crosses to another node once for each of its experts there, not once for all (DeepEP)
+    expert_copies: bool = False
     elementwise: float = 1.0  # bytes that element-wise operations move, over those of fused kernels
 
 

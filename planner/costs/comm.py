@@ -53,14 +53,15 @@ def gather_seconds(nbytes: float, ranks: int, bytes_per_s: float, latency: float
     return 0.0 if ranks == 1 else (ranks - 1) / ranks * nbytes / bytes_per_s + latency
 
 
-def exchange_seconds(nbytes: float, model: ModelSpec, ranks: int, link: Link) -> float:
+def exchange_seconds(setting: Setting, nbytes: float, ranks: int, link: Link) -> float:
     """Seconds to send a token of `nbytes` to the experts that it chose among `ranks` devices.
 
     It crosses to each other node once, through this device's NIC, and goes on there over the link; both at once
-    (DeepSeek-V3, arXiv:2412.19437, sec. 3.2.2).
+    (DeepSeek-V3, arXiv:2412.19437, sec. 3.2.2). With an engine of plain exchanges it crosses for each expert there.
     """
-    nodes = ranks / link.inside
-    far = nbytes * nodes_reached(model, nodes) * (nodes - 1) / nodes
+    model, nodes = setting.model, ranks / link.inside
+    crossing = model.experts_per_token if setting.engine.expert_copies else nodes_reached(model, nodes)
+    far = nbytes * crossing * (nodes - 1) / nodes
     near = nbytes * model.experts_per_token * (link.inside - 1) / link.inside
     return max(near / link.link_bytes_per_s, far / link.nic_bytes_per_s)
 

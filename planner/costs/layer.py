@@ -174,7 +174,7 @@ def expert_traffic(setting: Setting) -> Part:
         return Part()
     link = axis_link(setting, layout.ep, 1, "exchange")
     row = setting.element * model.hidden / layout.tp
-    both = 2 * exchange_seconds(row, model, layout.ep, link)
+    both = 2 * exchange_seconds(setting, row, layout.ep, link)
     return Part(2 * hop_seconds(setting, layout.ep, "exchange"), both).scaled(model.expert_layers / model.layers)
 
 

@@ -153,6 +153,8 @@ def setting_of(
     of the shipped."""
     engine, generates = request.engine, isinstance(request.graph.calls[call], Generate)
     backend = engine.generate_backend if generates else engine.backend
+    if engine.expert_copies:
+        backend = replace(backend or backend_of(layout, cluster.is_cpu), expert_copies=True)
     if engine.cache_bytes is not None and generates:
         backend = replace(backend or backend_of(layout, cluster.is_cpu), cache_bytes=engine.cache_bytes)
     overheads, apart = request.overheads(cluster), layout.tp * layout.pp > cluster.devices_per_node

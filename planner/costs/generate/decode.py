@@ -208,7 +208,7 @@ def _exchanges(setting: Setting) -> tuple[float, float]:
     latency, traffic = 0.0, 0.0
     if layout.ep > layout.tp and model.expert_layers:
         row = setting.element * model.hidden / layout.tp
-        one = exchange_seconds(row, model, layout.ep, axis_link(setting, layout.ep, 1, "exchange"))
+        one = exchange_seconds(setting, row, layout.ep, axis_link(setting, layout.ep, 1, "exchange"))
         latency += (
             2
             * model.expert_layers

@@ -161,8 +161,8 @@ def load_balance(totals: Tensor, sharers: Sequence[Ranks]) -> Tensor:
 
 def load_metrics(load: Tensor, record: RoutingRecord | None) -> dict[str, float]:
     """load: of `RoutingRecord.load`, summed over passes and workers. load_imbalance: the largest load of an expert over
-    the mean, from 1 on, mean over layers; expert_load_0, expert_load_1, ...: the same of each expert; router_entropy: in
-    nats, mean over rows and layers. None where nothing was routed."""
+    the mean, from 1 on, mean over layers; expert_load_0, expert_load_1, ...: the same of each expert; router_entropy:
+    in nats, mean over rows and layers. None where nothing was routed."""
     if record is None or not load[-1]:
         return {}
     counts = load[:-2].view(record.n_layers, -1)
