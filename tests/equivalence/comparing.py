@@ -47,9 +47,22 @@ def compare_parts(found: Sequence[Parts], theirs: Parts, tolerance: float, what:
 
 def check(case: Case, found: list[Training | None], one: Training, tolerance: float) -> None:
     """All workers of the layout against one process. tolerance: of all but weights and moments in float32."""
-    late = tolerance if case.dtype == "float64" else 1e-3  # after steps whose directions rounding has changed
     here = [training for training in found if training is not None]
     assert len(here) == case.layout.mesh.n_devices
+    check_metrics(case, here, one, tolerance)
+    check_gradients(case, here, one, tolerance)
+    check_states(case, here, one, tolerance)
+    check_outputs(case, here, one, tolerance)
+
+
+def _late(case: Case, tolerance: float) -> float:
+    """The tolerance after steps whose directions rounding has changed."""
+    return tolerance if case.dtype == "float64" else 1e-3
+
+
+def check_metrics(case: Case, here: Sequence[Training], one: Training, tolerance: float) -> None:
+    """All workers' metrics together: losses, gradient norms, and whatever else a train call returns."""
+    late = _late(case, tolerance)
     for step in range(len(one.steps)):
         ours, expected = merged(here, step), merged([one], step)
         assert ours.keys() == expected.keys()
@@ -57,18 +70,32 @@ def check(case: Case, found: list[Training | None], one: Training, tolerance: fl
             del expected["entropy"]  # as a metric alone it is that of a data-parallel rank's first micro-batch
         for name, value in expected.items():
             assert ours[name] == pytest.approx(value, rel=late, abs=late), (step, name)
+
+
+def check_gradients(case: Case, here: Sequence[Training], one: Training, tolerance: float) -> None:
+    """Every gradient of every step, clipped."""
     for step, gradients in enumerate(one.gradients):
         stepped = [worker.gradients[step] for worker in here]
-        compare_parts(stepped, gradients, tolerance if step == 0 else late, f"gradient of step {step}")
+        within = tolerance if step == 0 else _late(case, tolerance)
+        compare_parts(stepped, gradients, within, f"gradient of step {step}")
     assert {len(worker.gradients) for worker in here} == {len(one.gradients)} == {2 * case.epochs}
+
+
+def check_states(case: Case, here: Sequence[Training], one: Training, tolerance: float) -> None:
+    """Weights and moments after the last step."""
+    late = _late(case, tolerance)
     compare_parts([worker.weights for worker in here], one.weights, late, "weights")
     compare_parts([worker.moments for worker in here], one.moments, late, "moments")
+
+
+def check_outputs(case: Case, here: Sequence[Training], one: Training, tolerance: float) -> None:
+    """Outputs before the first step."""
     layout = case.layout
     last = here[-len(here) // layout.pp :]  # the last stage
     heads = last[:: layout.tp * layout.cp]
     for batch, expected in one.before.items():
         parts = [worker.before[batch] for worker in heads]
         assert sum(part.size for part in parts) == expected.size
-        if case.layout.dp == 1:
+        if layout.dp == 1:
             for worker in here:
                 compare({"out": worker.before[batch]}, {"out": expected}, max(tolerance, 1e-6), f"outputs of {batch}")
