@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from realgraph.planner.plan.axes import coordinates_of
 from realgraph.runtime.parallel.groups import LayoutRanks
-from tests.equivalence.training import Case, Parts, Training, merged, train
+from tests.equivalence.training import SAMPLES, Case, Parts, Training, merged, minibatches, shares, train
 
 _one: dict[Case, Training] = {}  # the training of one process
 
@@ -66,8 +68,6 @@ def check_metrics(case: Case, here: Sequence[Training], one: Training, tolerance
     for step in range(len(one.steps)):
         ours, expected = merged(here, step), merged([one], step)
         assert ours.keys() == expected.keys()
-        if case.loss in ("sft", "pairs", "sequences") and case.layout.dp * case.layout.cp > 1:
-            del expected["entropy"]  # as a metric alone it is that of a data-parallel rank's first micro-batch
         for name, value in expected.items():
             assert ours[name] == pytest.approx(value, rel=late, abs=late), (step, name)
 
@@ -89,13 +89,15 @@ def check_states(case: Case, here: Sequence[Training], one: Training, tolerance:
 
 
 def check_outputs(case: Case, here: Sequence[Training], one: Training, tolerance: float) -> None:
-    """Outputs before the first step."""
+    """Outputs before the first step, of each sample: every worker has those of its data-parallel rank's samples."""
     layout = case.layout
-    last = here[-len(here) // layout.pp :]  # the last stage
-    heads = last[:: layout.tp * layout.cp]
-    for batch, expected in one.before.items():
-        parts = [worker.before[batch] for worker in heads]
-        assert sum(part.size for part in parts) == expected.size
-        if layout.dp == 1:
-            for worker in here:
-                compare({"out": worker.before[batch]}, {"out": expected}, max(tolerance, 1e-6), f"outputs of {batch}")
+    lengths = [batch.lengths for batch in minibatches(case.dtype, 0)]
+    for worker, training in enumerate(here):
+        assert training.before.keys() == one.before.keys()
+        rank = coordinates_of(layout, layout.mesh.first + worker).dp
+        for name, batches in one.before.items():
+            for i, whole in enumerate(batches):
+                n = [1] * SAMPLES if name == "scores" else lengths[i]
+                samples = np.split(whole, np.cumsum(n)[:-1])
+                expected = np.concatenate([whole[:0], *(samples[at] for at in shares(layout.dp)[i][rank])])
+                compare({name: training.before[name][i]}, {name: expected}, tolerance, f"batch {i} of worker {worker}")

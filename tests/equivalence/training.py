@@ -27,13 +27,16 @@ from realgraph.graphs.maths import (
 )
 from realgraph.graphs.spec import ModelRole, Optimizer, Train
 from realgraph.planner.plan.layout import DeviceMesh, Layout, Recompute
-from realgraph.runtime.batch import Packed
+from realgraph.runtime.batch import Outputs, Packed
 from realgraph.runtime.engine import TrainOptions, TrainSettings
+from realgraph.runtime.models.models import Wants
 from realgraph.runtime.models.weights import whole
 from realgraph.runtime.parallel.exchange import WeightPart
 from realgraph.runtime.parallel.experts.routing import record_of, route_dtype
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
+from realgraph.runtime.train.passes import ModelPasses, StepShare
+from realgraph.runtime.train.staged import PackedMicroBatch
 from realgraph.runtime.wire.protocol import Metric, merge
 from tests import tiny
 from tests.ranks import joined
@@ -56,9 +59,10 @@ LOSSES = {
     "balanced": Loss({"nll": CrossEntropy(), "balance": LoadBalance(coef=0.3)}, TokenMean()),
 }
 LOSSES["replayed"] = LOSSES["rl"]  # of tokens that go to given experts
-OUTPUTS = {"value": "values", "scores": "scores"}  # of the others logprobs
+OUTPUTS = {"value": ("values",), "scores": ("scores",)}  # of the others logprobs and entropies
 HEADS = {"value": "value", "scores": "score"}  # of the others lm
 MICROBATCH_TOKENS = 40
+SAMPLES = 6  # of a mini-batch
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"num_hidden_layers": 2}),
     "llama": ("llama", {"intermediate_size": 51}),
@@ -106,10 +110,11 @@ Parts = dict[str, tuple[tuple[int, ...], Any]]  # by name: where in the whole te
 
 @dataclass
 class Training:
-    """All that one worker saw. before: outputs before the first step. steps: metrics of each train call. gradients: of
-    each optimizer step, clipped, of what it steps. weights, moments: at the end, what lies there."""
+    """All that one worker saw. before: by name, of each mini-batch of an epoch, outputs before the first step. steps:
+    metrics of each train call. gradients: of each optimizer step, clipped, of what it steps. weights, moments: at the
+    end, what lies there."""
 
-    before: dict[str, Any] = field(default_factory=dict)
+    before: dict[str, list[Any]] = field(default_factory=dict)
     steps: list[dict[str, Metric]] = field(default_factory=list)
     gradients: list[Parts] = field(default_factory=list)
     weights: Parts = field(default_factory=dict)
@@ -125,7 +130,9 @@ def save_models(folder: Path) -> Path:
 
 def minibatches(dtype: str, seed: int) -> list[Packed]:
     """Two ragged mini-batches; samples 0 and 1 of the second have an empty mask."""
-    first, second = (tiny.batch(tiny.lengths(6, 24, seed + i), seed + i, dtype=getattr(torch, dtype)) for i in range(2))
+    first, second = (
+        tiny.batch(tiny.lengths(SAMPLES, 24, seed + i), seed + i, dtype=getattr(torch, dtype)) for i in range(2)
+    )
     mask = second.mask.clone()
     mask[: sum(second.lengths[:2])] = False
     second = replace(second, mask=mask, samples=tuple(range(6, 12)))
@@ -143,13 +150,21 @@ def routed(batch: Packed, engine: TorchTrainEngine) -> Packed:
     return replace(batch, token_keys={**batch.token_keys, ROUTES: routes})
 
 
+def shares(n_ranks: int) -> list[list[list[int]]]:
+    """The samples of every data-parallel rank in each mini-batch of an epoch: the last of several ranks has none of the
+    first, no mask in the second."""
+    match n_ranks:
+        case 1:
+            return [[[*range(SAMPLES)]]] * 2
+        case 2:
+            return [[[0, 1, 2, 3, 4, 5], []], [[2, 3, 4, 5], [0, 1]]]
+        case _:
+            return [[[0, 1, 2], [4], [3, 5], []], [[2], [], [3, 4, 5], [0, 1]]]
+
+
 def share(batches: Sequence[Packed], ranks: LayoutRanks) -> list[Packed]:
-    """One rank's mini-batches: the last of several data-parallel ranks has none of the first, no mask in the second."""
-    if ranks.dp.size == 1:
-        return list(batches)
-    parts = [[[0, 1, 2, 3, 4, 5], []], [[2, 3, 4, 5], [0, 1]]]
-    if ranks.dp.size == 4:
-        parts = [[[0, 1, 2], [4], [3, 5], []], [[2], [], [3, 4, 5], [0, 1]]]
+    """One rank's mini-batches."""
+    parts = shares(ranks.dp.size)
     return [batch.select(parts[i % 2][ranks.dp.rank]) for i, batch in enumerate(batches)]
 
 
@@ -164,10 +179,36 @@ def copied(held: Mapping[str, WeightPart]) -> Parts:
     return {name: (part.box.start, values[name]) for name, part in held.items()}
 
 
+class WatchedPasses(ModelPasses):
+    """Passes that give the entropies of every micro-batch, not of a rank's first one alone: their mean is then the same
+    under all layouts."""
+
+    as_logprobs = False  # where inference gives log-probabilities, it gives entropies
+
+    def _outputs(self, work: Sequence[PackedMicroBatch]) -> list[Outputs]:
+        if not self.as_logprobs:
+            return super()._outputs(work)
+        asked = [replace(one, wants=replace(one.wants, entropy="detached")) for one in work]
+        return [replace(outputs, logprobs=outputs.entropy) for outputs in super()._outputs(asked)]
+
+    def _step_work(self, part: StepShare, wants: Wants) -> list[PackedMicroBatch]:
+        work = super()._step_work(part, wants)
+        return [replace(one, wants=replace(one.wants, entropy=wants.entropy)) for one in work]
+
+
 class Watched(TorchTrainEngine):
     """An engine that writes down every gradient that it steps."""
 
     seen: Training
+
+    def outputs(self, name: Any, batch: Packed) -> Tensor:
+        """One value a token, or a sample, in the model's dtype. name: that of an output, or `entropies`."""
+        passes = self.passes
+        assert isinstance(passes, WatchedPasses)
+        passes.as_logprobs = name == "entropies"
+        found = passes.inference(batch, Wants("logprobs" if passes.as_logprobs else name, 0.8))
+        passes.as_logprobs = False
+        return found
 
     def watch(self) -> Training:
         """Begin; the notes fill as it trains."""
@@ -211,7 +252,7 @@ def open_case(case: Case, models: Path, ranks: LayoutRanks) -> Watched:
     engine = open_engine(role, str(models / case.model), case.layout, ranks, settings)
     if case.dtype == "float64":
         keep_norms_exact(engine.model)
-    engine.__class__ = Watched
+    engine.__class__, engine.passes.__class__ = Watched, WatchedPasses
     assert isinstance(engine, Watched)
     if head != "lm":  # a new head is all zeros
         changed = [(name, t + 0.1 if name == "score.weight" else t) for name, t in engine.weights()]
@@ -248,8 +289,9 @@ def train(ranks: LayoutRanks, case: Case, models: Path) -> Training | None:
     seen = engine.watch()
     made = minibatches(case.dtype, 0) * case.epochs
     batches = share([routed(batch, engine) for batch in made] if case.loss == "replayed" else made, here)
-    output: Any = OUTPUTS.get(case.loss, "logprobs")
-    seen.before = numpy({str(i): engine.inference(batch, output, 0.8) for i, batch in enumerate(batches[:2])})
+    for output in OUTPUTS.get(case.loss, ("logprobs", "entropies")):
+        found = {str(i): engine.outputs(output, batch) for i, batch in enumerate(batches[:2])}
+        seen.before[output] = [*numpy(found).values()]
     seen.steps.append(engine.train(call_of(case), batches, TrainOptions(case.recompute)))
     seen.weights = copied(engine.contents.weights)
     for kind, held in engine.contents.states.items():
