@@ -48,4 +48,4 @@ def drawn(random: Random) -> Case:
         losses += ["pairs", "scores"]
     if model in mixtures and not deep and layout.dp == layout.pp == 1:  # else not of the same micro-batches
         losses += ["balanced"]
-    return Case(model, random.choice(losses), "float64", layout, random.choice(RECOMPUTE), epochs=2)
+    return Case(model, random.choice(losses), "float64", layout, random.choice(RECOMPUTE))

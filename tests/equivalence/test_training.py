@@ -157,7 +157,7 @@ ROUNDED = [
     ("qwen3", "rl", "pp2"),
     ("llama deep", "value", "dp2 pp2 twice"),
 ]
-DRAWN = 40  # cases, of two epochs; thousands are benchmarks/equivalence.py
+DRAWN = 40  # cases; thousands are benchmarks/equivalence.py
 
 
 def test_each_model_has_eight_layouts_and_thirty_layouts_have_two_models() -> None:

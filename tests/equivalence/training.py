@@ -97,7 +97,7 @@ class Case:
     layout: Layout = field(default_factory=lambda: Layout(DeviceMesh(0, 1)))
     recompute: Recompute = "none"
     lr: float = 1e-3
-    epochs: int = 1
+    epochs: int = 2
 
     @property
     def alone(self) -> "Case":
