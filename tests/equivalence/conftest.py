@@ -19,7 +19,7 @@ def four() -> Iterator[RankProcesses]:
 
 @pytest.fixture(scope="module")
 def eight() -> Iterator[RankProcesses]:
-    processes = RankProcesses(8, (EIGHT,))
+    processes = RankProcesses(8, tuple(EIGHT.values()))
     yield processes
     processes.close()
 

@@ -20,6 +20,8 @@ LAYOUTS = {
     "fsdp2 pp2 twice": Layout(DeviceMesh(0, 4), dp=2, pp=2, sharding="fsdp", stages=TWICE),
     "dp2": Layout(DeviceMesh(0, 2), dp=2),
     "fsdp2": Layout(DeviceMesh(0, 2), dp=2, sharding="fsdp"),
+    "dp4": Layout(DeviceMesh(0, 4), dp=4),
+    "fsdp4": Layout(DeviceMesh(0, 4), dp=4, sharding="fsdp"),
     "ep2": Layout(DeviceMesh(0, 2), dp=2, ep=2),
     "ep2 dp4": Layout(DeviceMesh(0, 4), dp=4, ep=2),
     "ep4": Layout(DeviceMesh(0, 4), dp=4, ep=4),
@@ -50,4 +52,7 @@ LAYOUTS = {
     "fsdp cp2 pp2": Layout(DeviceMesh(0, 4), cp=2, pp=2, sharding="fsdp"),
     "cp2 apart": Layout(DeviceMesh(2, 2), cp=2),
 }
-EIGHT = Layout(DeviceMesh(0, 8), dp=2, tp=2, pp=2)
+EIGHT = {
+    "dp2 tp2 pp2": Layout(DeviceMesh(0, 8), dp=2, tp=2, pp=2),
+    "dp2 cp2 pp2": Layout(DeviceMesh(0, 8), dp=2, cp=2, pp=2),
+}

@@ -75,6 +75,19 @@ EXACT = [
     ("gemma2", "rl", "cp2 pp2"),
     ("gemma3 deep", "sft", "cp2 pp2 twice"),
     ("qwen2", "value", "fsdp cp2 pp2"),
+    ("gemma2", "rl", "dp4"),
+    ("gemma3", "rl", "fsdp4"),
+    ("gemma3", "rl", "dp2 cp2"),
+    ("mistral", "sft", "dp4"),
+    ("llama", "rl", "fsdp4"),
+    ("gemma", "rl", "tp2"),
+    ("gemma", "sft", "tp4"),
+    ("gemma", "rl", "dp2"),
+    ("gemma", "value", "fsdp2"),
+    ("gemma", "rl", "cp2 tp2"),
+    ("gemma", "sft", "cp2 apart"),
+    ("gemma", "rl", "pp2"),
+    ("gemma", "rl", "tp2 pp2"),
     ("qwen3_moe", "rl", "dp2"),
     ("qwen3_moe", "rl", "fsdp2"),
     ("mixtral", "rl", "fsdp2"),
@@ -161,17 +174,16 @@ DRAWN = 40  # cases; thousands are benchmarks/equivalence.py
 
 
 def test_each_model_has_eight_layouts_and_thirty_layouts_have_two_models() -> None:
-    cases = [Case(model, loss, "float64", LAYOUTS[layout]) for model, loss, layout in EXACT]
     models, layouts = defaultdict(set), defaultdict(set)
-    for case in (*cases, *(drawn(Random(seed)) for seed in range(DRAWN))):
-        kind = case.model.removesuffix(" deep")
-        models[kind].add(case.layout)
-        layouts[case.layout].add(kind)
-    assert models.keys() == {name.removesuffix(" deep") for name in MODELS}
+    for model, _, layout in EXACT:
+        kind = MODELS[model][0]
+        models[kind].add(layout)
+        layouts[layout].add(kind)
+    assert models.keys() == set(tiny.KINDS)
     assert min(map(len, models.values())) >= 8
     assert sum(len(kinds) >= 2 for kinds in layouts.values()) >= 30
-    assert layouts.keys() >= set(LAYOUTS.values())
-    assert {case.loss for case in cases} == LOSSES.keys()
+    assert layouts.keys() == LAYOUTS.keys()
+    assert {loss for _, loss, _ in EXACT} == LOSSES.keys()
 
 
 @pytest.mark.parametrize(("model", "loss", "layout"), EXACT)
@@ -196,8 +208,19 @@ def test_drawn_trainings_equal_those_of_one_process(any_four: RankProcesses, mod
     check(case, any_four.run(train, case, models), alone(case, models), 1e-10)
 
 
-def test_eight_workers_train_as_one_process(eight: RankProcesses, models: Path) -> None:
-    case = Case("qwen3", "rl", "float64", EIGHT)
+@pytest.mark.parametrize(
+    ("model", "loss", "layout"),
+    [
+        ("qwen3", "rl", "dp2 tp2 pp2"),
+        ("gemma2", "sft", "dp2 tp2 pp2"),
+        ("llama", "rl", "dp2 cp2 pp2"),
+        ("qwen2", "sft", "dp2 cp2 pp2"),
+    ],
+)
+def test_eight_workers_train_as_one_process(
+    eight: RankProcesses, models: Path, model: str, loss: str, layout: str
+) -> None:
+    case = Case(model, loss, "float64", EIGHT[layout])
     check(case, eight.run(train, case, models), alone(case, models), 1e-10)
 
 

@@ -70,6 +70,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3_text", {}),
     "mistral": ("mistral", {"intermediate_size": 49}),
+    "gemma": ("gemma", {}),
     "qwen3 deep": ("qwen3", {"num_hidden_layers": 4}),
     "llama deep": ("llama", {"num_hidden_layers": 4}),
     "gemma2 deep": ("gemma2", {"num_hidden_layers": 4}),
