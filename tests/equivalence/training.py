@@ -90,7 +90,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One training. loss: of `LOSSES`. epochs: over two mini-batches."""
+    """One training. loss: of `LOSSES`. epochs: over two mini-batches. alike: samples of a group begin alike."""
 
     model: str
     loss: str = "rl"
@@ -99,6 +99,7 @@ class Case:
     recompute: Recompute = "none"
     lr: float = 1e-3
     epochs: int = 2
+    alike: bool = False
 
     @property
     def alone(self) -> "Case":
@@ -138,6 +139,15 @@ def minibatches(dtype: str, seed: int) -> list[Packed]:
     mask[: sum(second.lengths[:2])] = False
     second = replace(second, mask=mask, samples=tuple(range(6, 12)))
     return [first, second]
+
+
+def alike(batch: Packed) -> Packed:
+    """The batch with groups of two whose shorter sample, but for a third of it, is the beginning of the other too."""
+    samples = [*torch.split(batch.tokens.clone(), list(batch.lengths))]
+    for one, other in zip(samples[::2], samples[1::2], strict=True):
+        n = max(1, 2 * min(len(one), len(other)) // 3)
+        other[:n] = one[:n]
+    return replace(batch, tokens=torch.cat(samples))
 
 
 def routed(batch: Packed, engine: TorchTrainEngine) -> Packed:
@@ -289,6 +299,7 @@ def train(ranks: LayoutRanks, case: Case, models: Path) -> Training | None:
     engine = open_case(case, models, here)
     seen = engine.watch()
     made = minibatches(case.dtype, 0) * case.epochs
+    made = [alike(batch) for batch in made] if case.alike else made
     batches = share([routed(batch, engine) for batch in made] if case.loss == "replayed" else made, here)
     for output in OUTPUTS.get(case.loss, ("logprobs", "entropies")):
         found = {str(i): engine.outputs(output, batch) for i, batch in enumerate(batches[:2])}
