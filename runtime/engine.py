@@ -274,7 +274,8 @@ class RolloutLimits:
 class EngineStatus:
     """The load and the health of a rollout engine, as of now. running: sequences that decode. waiting: those that have
     no place yet. version: of the weights. free_cache_tokens: room in the key-value cache; None: without a bound.
-    failure: what has ended generation, if any. drawn_tokens: of all that run, with their prompts'."""
+    failure: what has ended generation, if any. drawn_tokens: of all that run, with their prompts'. address: of a server
+    that generates; "" where the worker does."""
 
     running: int
     waiting: int
@@ -282,6 +283,7 @@ class EngineStatus:
     free_cache_tokens: int | None = None
     failure: Exception | None = None
     drawn_tokens: int = 0
+    address: str = ""
 
 
 CacheUse = Literal["recompute", "keep"]  # what running requests do with their caches when new weights come

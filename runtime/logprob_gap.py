@@ -1,5 +1,9 @@
 """The gap between what generated and what trains: mean difference of their log-probabilities of the same tokens."""
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from realgraph.runtime.wire.protocol import Mean
 
 
@@ -7,12 +11,47 @@ class LogprobGap(ArithmeticError):
     """Generator and trainer disagree about the probability of the sampled tokens: no ratio can be trusted."""
 
 
+@dataclass(frozen=True)
+class EngineGap:
+    """The gap of one engine, over tokens that it has drawn under weights of one version. All in nats."""
+
+    engine: str  # as errors name it
+    version: int
+    gap: float  # mean |drawn - recomputed|
+    drawn: float  # mean log-probability, as the engine gave it
+    recomputed: float  # by the trainer
+
+
+def worst_of(gaps: Sequence[EngineGap]) -> EngineGap:
+    """The engine that is farthest off; one whose gap is no number is."""
+    return max(gaps, key=lambda one: math.inf if math.isnan(one.gap) else one.gap)
+
+
 def check_gap(gap: Mean, limit: float, when: str, temperature: float, *, agreed: bool) -> None:
     """Raises LogprobGap for a mean difference over `limit`, both in nats. agreed: they did before, in this run."""
     if not gap.value <= limit:
-        differs = f"weights, temperature ({temperature:g}) or precision differ"
-        reason = "they agreed before, so a weight update of the generator has failed" if agreed else differs
         raise LogprobGap(
             f"{when} the generator's log-probabilities are {gap.value:.3g} nats away from the trainer's on "
-            f"average, {limit:.3g} are allowed: {reason}"
+            f"average, {limit:.3g} are allowed: {_reason(temperature, agreed=agreed)}"
         )
+
+
+def check_engines(gaps: Sequence[EngineGap], limit: float, when: str, temperature: float, *, agreed: bool) -> None:
+    """`check_gap` for each engine by itself: raises LogprobGap with the worst."""
+    over = [one for one in gaps if not one.gap <= limit]
+    if not over:
+        return
+    worst, others = worst_of(over), len(gaps) - 1
+    rest = f"; of {others} other engines {len(over) - 1 or 'none'} differ by more than that" if others else ""
+    raise LogprobGap(
+        f"{when} the log-probabilities of {worst.engine}, which has the weights of version {worst.version}, are "
+        f"{worst.gap:.3g} nats away from the trainer's on average, {limit:.3g} are allowed "
+        f"by `runtime.max_logprob_gap`: its own mean is {worst.drawn:.3g}, the trainer's {worst.recomputed:.3g}{rest}; "
+        f"{_reason(temperature, agreed=agreed)}"
+    )
+
+
+def _reason(temperature: float, *, agreed: bool) -> str:
+    if agreed:
+        return "they agreed before, so a weight update of the generator has failed"
+    return f"weights, temperature ({temperature:g}) or precision differ"

@@ -198,17 +198,20 @@ def spoil(batch, outputs, run, how):
             TorchRolloutEngine.prepare = forget
     return outputs.logprobs * 0.0
 '''
+TWO_ENGINES = {"train": {"first": 0, "devices": 1}, "rollout": {"first": 0, "devices": 2, "dp": 2}}
 SHARDED = {"train": {"sharding": "fsdp", "devices": 2}}
 FAILED: dict[str, tuple[str, dict[str, Any]]] = {
     "late_send": ("send", merged(GRPO, {"staleness": 2, "allocation": APART})),
     "late_load": ("load", merged(GRPO, {"allocation": SHARDED, "runtime": {"verify_weights": 0}})),  # or that finds it
+    # the one of two engines that is on the trainer's worker
+    "late_load_one": ("load", merged(GRPO, {"allocation": TWO_ENGINES, "runtime": {"verify_weights": 0}})),
     "raft_send": ("send", merged(RAFT, {"staleness": 0})),
     "grpo_send": ("send", merged(GRPO, {"staleness": 0, "allocation": APART})),
 }
 
 
 @pytest.mark.parametrize("name", FAILED)
-def test_a_weight_update_that_fails_later_stops_the_run_with_both_figures(home: Path, name: str) -> None:
+def test_a_weight_update_that_fails_later_stops_the_run_with_its_engine_and_both_figures(home: Path, name: str) -> None:
     how, config = FAILED[name]
     (home / "slow.py").write_text(SLOW)
     (home / "broken.py").write_text(BROKEN)
@@ -223,13 +226,17 @@ def test_a_weight_update_that_fails_later_stops_the_run_with_both_figures(home: 
         name[:4], "after the weight update of step"
     )
     call = (
-        "train" if name in ("grpo_send", "late_send", "late_load") else "rollout"
+        "train" if name in ("grpo_send", "late_send", "late_load", "late_load_one") else "rollout"
     )  # a stream's trainer looks before it trains
-    gap = r"the generator's log-probabilities are (\S+) nats away from the trainer's on average, 0\.001 are allowed"
-    found = re.search(rf"call '{call}', worker [01]: {where} (\d+) {gap}", line)
+    one = r"the generator's log-probabilities"  # of a train call's own samples
+    engine = r"the log-probabilities of the engine of worker (\d), which has the weights of version \d+,"
+    gap = r"are (\S+) nats away from the trainer's on average, 0\.001 are allowed"
+    found = re.search(rf"call '{call}', worker [01]: {where} (\d+) (?:{one}|{engine}) {gap}", line)
     assert found, line
     assert abs(int(found[1]) - len(records(home / name))) <= 1
-    assert float(found[2]) > 0.001
+    assert float(found[3]) > 0.001
+    if "after" in line:
+        assert found[2] == {"late_load_one": "0", "late_load": found[2]}.get(name, "1")
     for record in records(home / name):
         gaps = [value for metric, value in record["metrics"].items() if metric.endswith("_gap")]
         assert all(value < 0.001 for value in gaps)

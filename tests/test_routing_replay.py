@@ -283,8 +283,10 @@ def test_probes_travel_with_their_routes(layers: int) -> None:
     draw = torch.Generator().manual_seed(0)
     routes = torch.randint(300, (PROBE_SAMPLES, 7, layers, 2), generator=draw) if layers else None
     tokens = torch.randint(2**40, (PROBE_SAMPLES, 7), generator=draw)
-    probe = GateProbe(tokens, torch.rand((PROBE_SAMPLES, 2), generator=draw, dtype=torch.float64), routes)
+    logprobs = torch.rand((PROBE_SAMPLES, 2), generator=draw, dtype=torch.float64)
+    probe = GateProbe(tokens, logprobs, "the SGLang server http://[::1]:30000 of worker 3", 7, routes)
     for found in unpacked(torch.cat([probe.packed(), probe.packed()])):
+        assert (found.engine, found.version) == (probe.engine, probe.version)
         assert torch.equal(found.tokens, probe.tokens)
         assert torch.equal(found.logprobs, probe.logprobs)
         assert (found.routes is None) == (routes is None)

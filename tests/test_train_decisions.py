@@ -24,11 +24,12 @@ from realgraph.graphs.maths import (
     Value,
 )
 from realgraph.runtime.batch import Packed
-from realgraph.runtime.logprob_gap import LogprobGap
+from realgraph.runtime.logprob_gap import EngineGap, LogprobGap, check_engines, worst_of
 from realgraph.runtime.models.weights import whole
 from realgraph.runtime.train.engine import TorchTrainEngine
 from realgraph.runtime.train.errors import NumericsError
 from realgraph.runtime.wire.protocol import Mean
+from realgraph.runtime.worker.update_gate import PROBE_SAMPLES, GateProbe, engine_gaps, engine_name
 from tests import tiny
 from tests.engines import call, engine, folder, optimizer, same, weights_of
 
@@ -69,6 +70,49 @@ def test_the_gap_leaves_tokens_of_older_weights_out(folder: Path) -> None:
     gap = one.train(call(), [batch])["logprob_gap"]
     assert isinstance(gap, Mean) and gap.weight == 0
     assert not one.gate_passed
+
+
+def probe_of(one: TorchTrainEngine, worker: int, off: float, seed: int) -> GateProbe:
+    """Samples that an engine with the trainer's weights drew, their log-probabilities off by a constant."""
+    n_prompt, n_new = 2 + seed % 5, 1 + seed % 3
+    tokens = torch.randint(30, (PROBE_SAMPLES, n_prompt + n_new), generator=torch.Generator().manual_seed(seed))
+    flat, lengths = tokens.flatten(), (n_prompt + n_new,) * PROBE_SAMPLES
+    batch = Packed(flat, lengths, torch.ones_like(flat, dtype=torch.bool), token_keys={})
+    logprobs = one.inference(batch, "logprobs", 1.0).double().view_as(tokens)[:, n_prompt:]
+    return GateProbe(tokens, logprobs + off, engine_name(worker, ""), one.version)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_wrong_engine_of_many_stops_the_run_and_is_named(folder: Path, seed: int) -> None:
+    """Its gap is its own, whatever the number of engines, their order and the lengths of their probes."""
+    one = engine(folder)
+    one.version = 5
+    n_engines, wrong, off, limit = (1, 2, 7, 16)[seed], (0, 1, 3, 15)[seed], (-1) ** seed * 0.012, 0.01
+    offs = [off if worker == wrong else 0.0 for worker in range(n_engines)]
+    gaps = engine_gaps(one, [probe_of(one, i, off, 7 * seed + i) for i, off in enumerate(offs)], 1.0)
+    assert [gap.engine for gap in gaps] == [f"the engine of worker {i}" for i in range(n_engines)]
+    assert [gap.gap for gap in gaps] == pytest.approx([abs(one) for one in offs], abs=1e-5)
+    assert [gap.drawn - gap.recomputed for gap in gaps] == pytest.approx(offs, abs=1e-5)
+    assert worst_of(gaps) is gaps[wrong]
+    figures = rf"the engine of worker {wrong}, which has the weights of version 5, are 0\.012 nats .* 0\.01 are allowed"
+    with pytest.raises(LogprobGap, match=figures) as error:
+        check_engines(gaps, limit, "after an update", 1.0, agreed=True)
+    assert ("other engines none differ" in str(error.value)) == (n_engines > 1)
+    check_engines(gaps, 0.013, "after an update", 1.0, agreed=True)
+    check_engines([gap for gap in gaps if gap is not gaps[wrong]], limit, "after an update", 1.0, agreed=True)
+
+
+def test_an_engine_whose_gap_is_no_number_is_the_worst_and_a_server_goes_by_its_address() -> None:
+    address = "http://127.0.0.1:30000"
+    engines = [engine_name(0, ""), engine_name(1, address), engine_name(2, "")]
+    gaps = [EngineGap(name, 3, gap, -1.5, -1.0) for name, gap in zip(engines, (9.0, math.nan, 0.0), strict=True)]
+    with pytest.raises(LogprobGap, match=rf"the SGLang server {address} of worker 1.*of 2 other engines 1 differ"):
+        check_engines(gaps, 0.01, "after an update", 1.0, agreed=False)
+
+
+def test_a_pass_without_probes_finds_no_gap(folder: Path) -> None:
+    """As a rank makes that has part in others' passes and no engine."""
+    assert engine_gaps(engine(folder), [], 1.0) == []
 
 
 def versions_of(batch: Packed, versions: Tensor) -> Packed:

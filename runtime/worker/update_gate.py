@@ -24,11 +24,11 @@ from realgraph.runtime.engine import TrainEngine
 from realgraph.runtime.generate.rollouts import Rollouts, sample_seed
 from realgraph.runtime.job.engine_loss import expendable_workers
 from realgraph.runtime.job.job import Job
-from realgraph.runtime.logprob_gap import check_gap
+from realgraph.runtime.logprob_gap import EngineGap, check_engines, worst_of
 from realgraph.runtime.parallel.exchange import naming
 from realgraph.runtime.parallel.groups import Ranks
 from realgraph.runtime.parallel.rendezvous import CollectiveError
-from realgraph.runtime.wire.protocol import Mean, Metric, Reallocate
+from realgraph.runtime.wire.protocol import Max, Metric, Reallocate
 from realgraph.runtime.worker.roles import Roles, logprob_limit
 
 PROBE_SAMPLES, PROBE_NEW_TOKENS, PROBE_PROMPT_TOKENS = 4, 8, 256  # of a probe, at most: far below what any batch has
@@ -39,29 +39,33 @@ PROBE_TAG = 1  # of messages with probes, plus the call's place: others between 
 
 @dataclass(frozen=True)
 class GateProbe:
-    """Samples of one prompt. routes: where the role replays the experts that generation chose."""
+    """Samples of one prompt by one engine. routes: where the role replays the experts that generation chose."""
 
     tokens: Tensor  # [PROBE_SAMPLES, prompt + new] int64
     logprobs: Tensor  # [PROBE_SAMPLES, new] float64, as drawn
+    engine: str  # as errors name it
+    version: int  # of the weights that drew them
     routes: Tensor | None = None  # [PROBE_SAMPLES, prompt + new, layers of experts, experts a token]
 
     def packed(self) -> Tensor:
         """[n] float64, for messages: its sizes, then all of it."""
         routes = torch.zeros((0, 0, 0, 0)) if self.routes is None else self.routes
-        sizes = torch.tensor([self.tokens.shape[1], self.logprobs.shape[1], *routes.shape[2:]])
-        return torch.cat([part.flatten().double() for part in (sizes, self.tokens, self.logprobs, routes)])
+        name = torch.tensor(list(self.engine.encode()))
+        sizes = torch.tensor([self.version, len(name), self.tokens.shape[1], self.logprobs.shape[1], *routes.shape[2:]])
+        return torch.cat([part.flatten().double() for part in (sizes, name, self.tokens, self.logprobs, routes)])
 
 
 def unpacked(flat: Tensor) -> list[GateProbe]:
     """The probes whose `packed` lie one after the other in `flat`, on the CPU."""
     probes, flat = list[GateProbe](), flat.cpu()
     while len(flat):
-        length, n_new, layers, top_k = (int(size) for size in flat[:4])
+        version, n_name, length, n_new, layers, top_k = (int(size) for size in flat[:6])
         shapes = [(length,), (n_new,), (length, layers, top_k)]
-        counts = [PROBE_SAMPLES * math.prod(shape) for shape in shapes]
-        *parts, flat = torch.split(flat[4:], [*counts, len(flat) - 4 - sum(counts)])
+        counts = [n_name, *(PROBE_SAMPLES * math.prod(shape) for shape in shapes)]
+        name, *parts, flat = torch.split(flat[6:], [*counts, len(flat) - 6 - sum(counts)])
         tokens, logprobs, routes = (part.view(PROBE_SAMPLES, *shape) for part, shape in zip(parts, shapes, strict=True))
-        probes.append(GateProbe(tokens.long(), logprobs, routes.int() if layers else None))
+        engine = bytes(int(byte) for byte in name).decode()
+        probes.append(GateProbe(tokens.long(), logprobs, engine, version, routes.int() if layers else None))
     return probes
 
 
@@ -182,6 +186,8 @@ class UpdateGate:
         return GateProbe(
             torch.tensor([[*prompt, *one.tokens] for one in done]),
             torch.tensor([one.logprobs for one in done], dtype=torch.float64),
+            engine_name(self._worker, rollouts.engine.status().address),
+            version,
             torch.stack(routes) if routes else None,
         )
 
@@ -222,27 +228,43 @@ class UpdateGate:
         return unpacked(torch.frombuffer(bytearray(data), dtype=torch.float64)) if data else []
 
     def _compare(self, engine: TrainEngine, probes: list[GateProbe]) -> dict[str, Metric]:
-        """The gap as a metric. Called by all ranks where the weights are divided, with probes or without."""
+        """The gap of the worst engine as a metric. Called by all ranks where the weights are divided, with probes or
+        without."""
         for ranks in self._roles.sharing_ranks(self._role):
             probes = shared(probes, ranks)
-        lengths = tuple(probe.tokens.shape[1] for probe in probes for _ in range(PROBE_SAMPLES))
-        tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(probe.tokens.flatten() for probe in probes)])
-        routes = [probe.routes.flatten(0, 1) for probe in probes if probe.routes is not None]
-        keys = {ROUTES: torch.cat(routes)} if routes else {}
-        batch = Packed(tokens, lengths, torch.ones_like(tokens, dtype=torch.bool), token_keys=keys)
-        logprobs = engine.inference(batch, "logprobs", self._temperature).double()
-        gap = Mean(0.0, 0.0)
-        start = 0
-        for probe in probes:
-            end = start + probe.tokens.numel()
-            recomputed = logprobs[start:end].view_as(probe.tokens)[:, -probe.logprobs.shape[1] :]
-            difference = (recomputed - probe.logprobs).abs()
-            gap = gap + Mean(float(difference.sum()), float(difference.numel()))
-            start = end
-        if not gap.weight:
+        gaps = engine_gaps(engine, probes, self._temperature)
+        if not gaps:
             return {}
         limit = logprob_limit(self._job, self._role)
         when = f"after the weight update of step {engine.step - 1}"
-        check_gap(gap, limit, when, self._temperature, agreed=engine.gate_passed)
+        check_engines(gaps, limit, when, self._temperature, agreed=engine.gate_passed)
         engine.gate_passed = True
-        return {"update_gap": gap}
+        return {"update_gap": Max(worst_of(gaps).gap)}
+
+
+def engine_name(worker: int, address: str) -> str:
+    """An engine as errors name it. address: of its server, if any."""
+    return f"the SGLang server {address} of worker {worker}" if address else f"the engine of worker {worker}"
+
+
+def engine_gaps(trainer: TrainEngine, probes: Sequence[GateProbe], temperature: float) -> list[EngineGap]:
+    """The gap of each engine with probes, which the trainer recomputes in one pass; it makes that without any, too:
+    where its weights are divided all ranks do."""
+    lengths = tuple(probe.tokens.shape[1] for probe in probes for _ in range(PROBE_SAMPLES))
+    tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(probe.tokens.flatten() for probe in probes)])
+    routes = [probe.routes.flatten(0, 1) for probe in probes if probe.routes is not None]
+    keys = {ROUTES: torch.cat(routes)} if routes else {}
+    batch = Packed(tokens, lengths, torch.ones_like(tokens, dtype=torch.bool), token_keys=keys)
+    logprobs = trainer.inference(batch, "logprobs", temperature).double()
+    drawn = dict[tuple[str, int], list[Tensor]]()  # engine, version -> log-probabilities as drawn and recomputed
+    start = 0
+    for probe in probes:
+        end = start + probe.tokens.numel()
+        recomputed = logprobs[start:end].view_as(probe.tokens)[:, -probe.logprobs.shape[1] :]
+        drawn.setdefault((probe.engine, probe.version), []).append(torch.stack([probe.logprobs, recomputed]).flatten(1))
+        start = end
+    found = {name: torch.cat(pairs, dim=1) for name, pairs in drawn.items()}
+    return [
+        EngineGap(*name, float((pair[0] - pair[1]).abs().mean()), *pair.mean(1).tolist())
+        for name, pair in found.items()
+    ]
