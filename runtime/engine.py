@@ -30,6 +30,7 @@ class TrainSettings:
     optimizer: None for a frozen role. total_steps: optimizer steps of the whole run, for the schedule.
     max_logprob_gap: mean |behaviour - recomputed| in nats of the tokens that a train call's own version sampled; None:
     no such gate. max_age: tokens sampled more than this many steps ago have no part in a loss; None: all have one.
+    told_ages: tokens are counted by age in steps up to this one, and all older ones together; None: they have no age.
     trains: train calls a step of this role; generator_trains: of the role that samples. skip_idle: leave out samples
     whose loss and gradient are exactly zero (`microbatch.idle`); they still count in the losses, in no other metric.
     entropy_metric: measure the entropy in the first micro-batch of each step, where the loss does not need it anyway.
@@ -42,6 +43,7 @@ class TrainSettings:
     total_steps: int = 1
     max_logprob_gap: float | None = None
     max_age: int | None = None
+    told_ages: int | None = None
     trains: int = 1
     generator_trains: int = 1
     skip_idle: bool = True

@@ -1,6 +1,7 @@
 """Asynchronous runs on real processes in which tokens really get too old, and weight updates that fail."""
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,8 @@ def test_batches_wait_for_groups_that_would_be_overdue(home: Path) -> None:
 def test_the_audit_shows_the_bound_in_every_loss(home: Path, name: str) -> None:
     """By what the trainers wrote of their losses, and not by what the scheduler meant: under `allow` it shows no bound.
 
-    The share of older tokens, which losses have left out, is that of the metrics.
+    Shares of tokens by age are those of the metrics, under every policy; so is that of older ones, which losses have
+    left out.
     """
     steps = steps_of(home, name)
     found = judge_run(home / name)
@@ -124,11 +126,15 @@ def test_the_audit_shows_the_bound_in_every_loss(home: Path, name: str) -> None:
         assert max(found.ages[call]) > 1 if "allow" in name else max(found.ages[call]) == 1, found.ages
         n_old = sum(n for age, n in found.left_out[call].items() if age > 1)
         assert (n_old > 0) == (name in ("twice", "raft")) or "allow" in name
+
+        def tokens(metric: str, call: str = call) -> float:
+            return sum(step["metrics"][f"{call}/{metric}"] * step["metrics"]["batch/new_tokens"] for step in steps)
+
         if name in ("twice", "raft"):
-            shares = [step["metrics"][f"{call}/overdue"] for step in steps]
-            n_tokens = [step["metrics"]["batch/new_tokens"] for step in steps]
-            masked = sum(share * n for share, n in zip(shares, n_tokens, strict=True))
-            assert n_old == pytest.approx(masked)
+            assert n_old == pytest.approx(tokens("overdue"))
+        both = Counter(found.ages[call]) + Counter(found.left_out[call])
+        n_older = both.total() - both[0] - both[1]
+        assert [tokens(f"age_{age}") for age in (0, 1, "older")] == pytest.approx([both[0], both[1], n_older], abs=1e-6)
 
 
 LATER = '''

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from realgraph.graphs.maths import Loss, PairMean, Preference
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.engine import TrainOptions
 from realgraph.runtime.job.audit import AuditRecord, AuditSample, AuditSpan
+from realgraph.runtime.train.passes import AGES_TOLD
+from realgraph.runtime.wire.protocol import Metric
 from tests import tiny
 from tests.engines import POLICY, call, engine, folder
 
@@ -130,16 +132,41 @@ def aged(seed: int, version: int) -> Packed:
     return replace(batch, token_keys=keys)
 
 
+def assert_shares_by_age(metrics: Mapping[str, Metric], counts: Counter[int], told: int) -> None:
+    """Each age up to `told`, AGES_TOLD at most, by itself, and the older ones together: all of the tokens."""
+    found = {name.removeprefix("age_"): one.value for name, one in metrics.items() if name.startswith("age_")}
+    ages = range(min(told, AGES_TOLD) + 1)
+    expected = {str(age): counts[age] / counts.total() for age in ages}
+    assert found == pytest.approx({**expected, "older": 1.0 - sum(expected.values())})
+
+
+@pytest.mark.parametrize("trains", [1, 2])
+def test_ages_are_told_where_none_is_too_old(folder: Path, trains: int) -> None:
+    """As under `overdue: wait`, `drop` and `allow`: the tokens of each age are counted, and all have a part in the
+    loss. Without ages, there are none."""
+    one, plain = (engine(folder, trains=trains, generator_trains=trains, told_ages=told) for told in (2, None))
+    one.version = plain.version = 5 * trains
+    batch = aged(3, 5 * trains)
+    metrics, others = one.train(call(POLICY), [batch]), plain.train(call(POLICY), [batch])
+    counts = Counter((5 - batch.token_keys[VERSIONS][batch.mask] // trains).tolist())
+    assert max(counts) > 2
+    assert_shares_by_age(metrics, counts, 2)
+    assert "overdue" not in metrics and metrics["loss"] == others["loss"]
+    assert not [name for name in others if name.startswith("age_")]
+
+
 @pytest.mark.parametrize("more", [0, 1])
 @pytest.mark.parametrize("loss", ["tokens", "pairs"])
 @pytest.mark.parametrize("trains", [1, 2])
 @pytest.mark.parametrize("limit", [None, 25])
+@pytest.mark.parametrize("told", [0, 3, 40])
 def test_the_engine_writes_what_its_loss_has_met(
-    folder: Path, more: int, loss: str, trains: int, limit: int | None
+    folder: Path, more: int, loss: str, trains: int, limit: int | None, told: int
 ) -> None:
     """Against ages token by token; an engine with another bound than promised is found by its samples."""
     step, bound = 5, 2
     settings: dict[str, Any] = {"max_age": bound + more, "trains": trains, "generator_trains": trains}
+    settings |= {"told_ages": told}
     one = engine(folder, max_tokens_per_microbatch=limit, **settings)
     one.version = step * trains
     batches = [aged(seed, step * trains) for seed in range(2)]
@@ -169,9 +196,10 @@ def test_the_engine_writes_what_its_loss_has_met(
     for sample in used:
         for span in sample.spans:
             counts[step - span.version // trains] += span.n_tokens
-    told = [metrics[f"age_{age}"].value for age in range(bound + more + 1)]
-    assert told == pytest.approx([counts[age] / counts.total() for age in range(bound + more + 1)])
-    assert sum(told) + metrics["overdue"].value == pytest.approx(1.0) or loss == "pairs"  # young tokens of old pairs
+    assert_shares_by_age(metrics, counts, told)
+    n_old = sum(n for age, n in counts.items() if age > bound + more)
+    # of pairs, young tokens of old ones, too
+    assert metrics["overdue"].value == pytest.approx(n_old / counts.total()) or loss == "pairs"
     record = AuditRecord("train", step, step * trains, 0, 0.0, tuple(used))
     problems = judge([record], (), Promise(bound, trains, {"train": len(batches)}, 6)).problems
     old = {problem.split("sample ")[1].split()[0] for problem in problems if "steps old" in problem}

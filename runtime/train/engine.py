@@ -107,8 +107,8 @@ class TorchTrainEngine:
         the step that is to blame.
 
         Besides the loss's own metrics: loss, grad_norm, lr, optimizer_steps, n_tokens (of the batch), skipped (share of
-        samples left out as idle), overdue (share of sampled tokens over the age bound), age_0, age_1, ... (shares by
-        age in steps, up to the bound), logprob_gap (at the first mini-batch, before its step), empty_steps (optimizer
+        samples left out as idle), overdue (share of sampled tokens over the age bound), age_0, age_1, ..., age_older
+        (shares by age in steps), logprob_gap (at the first mini-batch, before its step), empty_steps (optimizer
         steps that were not taken, as nothing had a part in their loss; only where there are any), entropy (over the
         first micro-batch of each step, on each rank), of experts load_imbalance, expert_load_0, ... and router_entropy
         (over all tokens of a step, a common beginning that is computed once counted once; see `load_metrics`) and, in
@@ -206,8 +206,9 @@ class TorchTrainEngine:
         }
         if self.settings.max_age is not None:
             counts["overdue"] = Mean(float(n_sampled - n_fresh), float(n_sampled))
-            for age, found in enumerate(zip(*(part.ages for part in parts), strict=True)):
-                counts[f"age_{age}"] = Mean(float(sum(found)), float(n_sampled))
+        by_age = [sum(found) for found in zip(*(part.ages for part in parts), strict=True)]
+        for age, found in zip([*range(len(by_age) - 1), "older"], by_age, strict=True) if by_age else ():
+            counts[f"age_{age}"] = Mean(float(found), float(n_sampled))
         if n_empty:
             counts["empty_steps"] = Mean(lead * n_empty, lead)
         if self.scale.dynamic:

@@ -44,7 +44,7 @@ class StepShare:
     sizes: tokens, samples, sampled tokens, and those of them within the age bound, before idle samples were left out.
     n_counted: what has a part in the loss on any rank: sampled tokens, or samples where the loss is of whole scores.
     idle: what idle samples would add to the denominator of this rank. ages: sampled tokens by their age in steps, from
-    0 to the bound (AGES_TOLD at most); none where there is no bound.
+    0 to `told_ages` (AGES_TOLD at most), and all older ones; none where no ages are told.
     """
 
     batch: Packed
@@ -212,19 +212,19 @@ class ModelPasses:
         return batch.select([i for unit in units(batch, True) if late.isdisjoint(unit) for i in unit])
 
     def _ages(self, batch: Packed, version: int) -> Tensor | None:
-        """[T]: steps from the one whose weights drew each token to the one that trains it; None without a bound."""
+        """[T]: steps from the one whose weights drew each token to the one that trains it; None where none can be."""
         settings = self.settings
-        if settings.max_age is None or VERSIONS not in batch.token_keys:
+        if (settings.max_age is None and settings.told_ages is None) or VERSIONS not in batch.token_keys:
             return None
         drawn_in = torch.div(batch.token_keys[VERSIONS], settings.generator_trains, rounding_mode="floor")
         return version // settings.trains - drawn_in
 
     def _told_ages(self, batch: Packed, version: int) -> tuple[int, ...]:
         """See StepShare; of ranks without a sample, too."""
-        ages, max_age = self._ages(batch, version), self.settings.max_age
-        if max_age is None:
+        ages, most = self._ages(batch, version), self.settings.told_ages
+        if most is None:
             return ()
-        return _counts_of(batch.tokens[:0] if ages is None else ages[batch.mask], min(max_age, AGES_TOLD))
+        return _counts_of(batch.tokens[:0] if ages is None else ages[batch.mask], min(most, AGES_TOLD))
 
     def with_proximal(self, parts: Sequence[StepShare], temperature: float) -> list[StepShare]:
         """The same parts with the log-probabilities (of masked tokens) of the weights before the first step.
@@ -335,8 +335,8 @@ class ModelPasses:
 
 
 def _counts_of(ages: Tensor, most: int) -> tuple[int, ...]:
-    """The numbers of those that are 0, 1, ... `most`."""
-    return tuple(torch.bincount(ages.clamp(0, most + 1), minlength=most + 2)[: most + 1].tolist())
+    """The numbers of those that are 0, 1, ... `most`, and of all above."""
+    return tuple(torch.bincount(ages.clamp(0, most + 1), minlength=most + 2).tolist())
 
 
 def _square_sum_of(parts: Sequence[Tensor]) -> Tensor:

@@ -73,8 +73,7 @@ class Roles:
         self._in_place: dict[str, TrainEngine] = {}  # generate call -> whose weights its engine reads
         # trained role -> references that follow it, with their layouts
         self._averaged: dict[str, list[tuple[Layout, TrainEngine]]] = {}
-        self.saved: dict[str, TrainEngine] = {}
-        # copies of the roles that a checkpoint holds
+        self.saved: dict[str, TrainEngine] = {}  # copies of the roles that a checkpoint holds
         self._changing: list[tuple[str, TrainEngine | RolloutEngine]] = []
         self._kept: dict[str, Snapshot] = {}
         self._keeping = threading.Lock()
@@ -184,8 +183,8 @@ class Roles:
         sampler = next((of for name in own if (of := job.graph.sampler(name)) in job.graph.generates), "")
         generator = job.graph.role(sampler) if sampler else ""
         generator_trains = sum(call.model == generator for call in calls.values())
-        # what frozen weights sampled, or came with the data, never gets too old
-        ages = bool(generator_trains) and job.staleness > 0 and job.overdue == "mask"
+        # what frozen weights sampled, or came with the data, never gets older
+        ages = job.staleness if generator_trains and job.staleness else None
         reads = {job.graph.plain(name, key) for name in copy.calls for key in job.graph.reads[name]}
         samples = copy.role == generator and BEHAVIOUR_LOGPROBS in reads
         applied = {f"{entry.path}.fn": entry.fn for entry in applied_of(own)}
@@ -195,7 +194,8 @@ class Roles:
             total_steps=job.steps * sum(call.minibatches * call.epochs for call in trains),
             max_logprob_gap=logprob_limit(job, copy.role) if samples else None,
             mixed_caches=job.rollout.interrupt == "keep_kv",
-            max_age=job.staleness if ages else None,
+            max_age=ages if job.overdue == "mask" else None,
+            told_ages=ages,
             trains=len(trains),
             generator_trains=max(1, generator_trains),
             functions=load_applied(applied, job.user_dir),
