@@ -275,7 +275,7 @@ class RolloutLimits:
 @dataclass(frozen=True)
 class EngineStatus:
     """The load and the health of a rollout engine, as of now. running: sequences that decode. waiting: those that have
-    no place yet. version: of the weights. free_cache_tokens: room in the key-value cache; None: without a bound.
+    no place yet. version: of the weights. free_cache_tokens: room in the key-value cache; None: unbounded or untold.
     failure: what has ended generation, if any. drawn_tokens: of all that run, with their prompts'. address: of a server
     that generates; "" where the worker does."""
 

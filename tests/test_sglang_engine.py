@@ -20,6 +20,7 @@ from realgraph.runtime.engine import Completion, EngineClosed, Request, RolloutL
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from realgraph.runtime.job.rollout import RolloutSpec
 from realgraph.runtime.models.weights import whole
+from realgraph.runtime.rollout import serving
 from realgraph.runtime.rollout.engine import SglangEngine
 from realgraph.runtime.rollout.opening import EngineOrder, OwnServer, open_sglang
 from realgraph.runtime.rollout.samples import GrowingSample
@@ -263,6 +264,22 @@ def test_half_a_stream_is_asked_for_again(folder: Path, tmp_path: Path) -> None:
         assert until(lambda: running(engine, 2), SECONDS)
         server.fault()
         assert_exact(request, drained(engine, 1)[0])
+
+
+def test_the_room_in_a_servers_cache_is_in_its_status_where_it_tells(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it before the first request, less while some run; nobody waits for it, and a server may not know it."""
+    monkeypatch.setattr(serving, "LOAD_SECONDS", 0.02)
+    with given(folder, tmp_path) as (server, engine):
+        room = server.ask("/v1/loads")[1]["loads"][0]["max_total_num_tokens"]
+        assert until(lambda: engine.status().free_cache_tokens == room, SECONDS)
+        engine.submit([Request(i, (5, 9, 2), 400, seed=i) for i in range(3)])
+        assert until(lambda: 0 < room - (engine.status().free_cache_tokens or room) < 4000, SECONDS)
+        server.fault("no_loads")
+        assert until(lambda: engine.status().free_cache_tokens is None, SECONDS)
+        assert engine.status().failure is None
+        assert len(drained(engine, 3)) == 3
 
 
 def test_a_closed_engine_says_so(folder: Path, tmp_path: Path) -> None:

@@ -77,7 +77,8 @@ class SglangEngine:
         except BaseException:
             self._home.close()
             raise
-        self._watch = asyncio.create_task(serving.watch(lambda: self._requests))
+        watches = serving.watch(lambda: self._requests), serving.watch_cache()
+        self._watches = [asyncio.create_task(watch) for watch in watches]
         return serving
 
     def _tell(self) -> None:
@@ -228,7 +229,7 @@ class SglangEngine:
         """See RolloutEngine."""
         requests, sent = self._requests, self._serving.sent
         drawn = [sample.n_tokens for sample in list(requests.running.values()) if sample.rid]
-        load = sent, max(0, len(requests.running) - sent), self.version
+        load = sent, max(0, len(requests.running) - sent), self.version, self._serving.free_cache_tokens
         address = self._serving.client.url
         return EngineStatus(*load, failure=requests.failure, drawn_tokens=sum(drawn), address=address)
 
@@ -247,7 +248,7 @@ class SglangEngine:
         return not self._thread.is_alive()
 
     async def _end(self) -> None:
-        tasks = [self._watch, *self._requests.tasks.values()]
+        tasks = [*self._watches, *self._requests.tasks.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

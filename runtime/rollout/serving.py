@@ -34,6 +34,7 @@ FULL_SECONDS = 0.5  # until a request is sent again to a server that had no plac
 QUIET_SECONDS = 60.0  # until all requests of a server have come back that are to be sent again
 ABORT_SECONDS = 0.05  # between two looks at them
 WATCH_SECONDS = 1.0  # between two looks at the server's progress
+LOAD_SECONDS = 5.0  # between two questions for the server's cache
 GIVE_UP_SECONDS = 10.0  # for a server to notice that a broadcast has failed elsewhere
 
 
@@ -97,6 +98,7 @@ class Serving:
         self._flushes_paused = True  # it forgets its cache while requests wait in it
         self._member: tuple[SglangClient, str] | None = None  # the server, and the group that it is a member of
         self.sent = 0  # requests that the server has
+        self.free_cache_tokens: int | None = None  # as of a moment ago; None where the server does not say
 
     async def open(self) -> None:
         """Reach the server. Raises SglangError."""
@@ -204,6 +206,16 @@ class Serving:
                 current().failure = ServerSilent(self.client.url, "/generate", text)
                 self._changed()
                 return
+
+    async def watch_cache(self) -> None:
+        """Until cancelled: ask for the cache now and then, which nobody waits for."""
+        while True:
+            try:
+                loads = await self.client.load()
+                self.free_cache_tokens = sum(one.max_total_num_tokens - one.num_used_tokens for one in loads)
+            except SglangError:  # it has no such call, or is away: whoever needs it says so
+                self.free_cache_tokens = None
+            await asyncio.sleep(LOAD_SECONDS)
 
     # --- the server ---------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 `SGLANG_STANDIN_RELEASE` is the release that it behaves as (0.5.23). `SGLANG_STANDIN_FAULT` names a file; while it holds
 one of these words, /generate does that: `garbage`, `500`, `nothing`, `half` (of a stream, or of an answer),
 `version` (tokens carry one that nobody gave), `die`. `broadcast` ends the first server that is to take one.
+`no_loads`: it knows no /v1/loads.
 """
 
 import argparse
@@ -289,6 +290,8 @@ class Server:
         return Answer(200 if self.generation.paused is None else 503)
 
     async def _loads(self, call: Call) -> Answer:
+        if self._fault() == "no_loads":
+            return of_json({"detail": "Not Found"}, 404)
         batch = self.generation.batch
         counts = {
             "num_running_reqs": batch.running,
