@@ -24,7 +24,7 @@ from realgraph.run_file.resolved import resolved_text
 from realgraph.run_file.run_spec import RunSpec
 from tests.graph_texts import TEXT
 from tests.run_documents import check_text, compose_text, reachable
-from tests.run_texts import ROOT, RUN, place, problems_of, write_model
+from tests.run_texts import ROOT, RUN, place, problems_of, refused, write_model
 
 __all__ = ["place"]
 
@@ -46,6 +46,39 @@ def test_another_kind_of_cluster_keeps_its_size(place: Path) -> None:
     file.write_text((place / "run.yaml").read_text() + "cluster: {nodes: 2, devices: 4, kind: H100-SXM}\n")
     cluster = compose(file, ["cluster.kind=A100-80"]).run.cluster
     assert (cluster.nodes, cluster.devices, cluster.kind) == (2, 4, "A100-80")
+
+
+@pytest.mark.parametrize(
+    ("written", "verified"),
+    [
+        ("off", ()),
+        ("'off'", ()),
+        ("0", ()),
+        ("first", (1,)),
+        ("1", (1, 2, 3, 4, 5, 6, 7)),
+        ("3", (3, 6)),
+    ],
+)
+def test_weights_are_verified_at_every_nth_update_at_the_first_or_at_none(
+    place: Path, written: str, verified: tuple[int, ...]
+) -> None:
+    """Said in the file as on the command line, and by the resolved run file; YAML reads a plain off as false."""
+    file = place / "verified.yaml"
+    file.write_text((place / "run.yaml").read_text() + f"runtime: {{verify_weights: {written}}}\n")
+    resolved = place / "resolved.yaml"
+    resolved.write_text(resolved_text(compose(file)))
+    found = [compose(file), compose(place / "run.yaml", [f"runtime.verify_weights={written}"]), compose(resolved)]
+    for runtime in (one.run.runtime for one in found):
+        assert tuple(update for update in range(1, 8) if runtime.verifies(update)) == verified
+        assert bool(runtime.verified_updates) == bool(verified)
+    assert not compose(place / "run.yaml").run.runtime.verified_updates
+
+
+@pytest.mark.parametrize("written", ["on", "true", "-1", "1.5", "of"])
+def test_other_words_for_verifying_weights_are_refused_with_those_that_there_are(place: Path, written: str) -> None:
+    (problem,) = refused(place, f"runtime.verify_weights={written}")
+    assert problem.where.path == "$.runtime.verify_weights"
+    assert "expected a whole number >= 0 or one of first, off" in problem.text
 
 
 def test_where_knows_the_file_of_every_value(place: Path) -> None:

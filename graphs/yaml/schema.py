@@ -79,7 +79,8 @@ def prepare(kind: inspect.Type, value: Tree, path: str, deleted: list[str]) -> T
     """Name the kinds of steps and terms, and carry out deletions: their paths are appended to `deleted`.
 
     Null deletes an entry of a mapping and resets a field to its default; where null is a value of the field, and in
-    the free mappings `params` and `args`, it stays.
+    the free mappings `params` and `args`, it stays. Where `off` is a choice, and false is none, that is the word: YAML
+    reads one as the other.
     """
     if isinstance(value, list):
         types = item_types(kind, len(value)) or ()
@@ -87,6 +88,10 @@ def prepare(kind: inspect.Type, value: Tree, path: str, deleted: list[str]) -> T
             prepare(t, item, child(path, i), deleted) for i, (t, item) in enumerate(zip(types, value, strict=False))
         ]
         return done + value[len(done) :]
+    if value is False and any(
+        isinstance(member, inspect.LiteralType) and "off" in member.values for member in members(kind)
+    ):
+        return "off"
     if not isinstance(value, dict):
         return value
     kept: Branch = {}

@@ -138,14 +138,20 @@ class RuntimeSpec(Struct, frozen=True, forbid_unknown_fields=True):
     max_logprob_gap: Seconds | None = (
         None  # nats: mean |behaviour - recomputed| at each weight update; default by dtype
     )
-    # compare checksums of both sides at every so many updates of a copy of weights; 0: at none; `first`: once
-    verify_weights: Annotated[int, Meta(ge=0)] | Literal["first"] = 0
+    verify_weights: Annotated[int, Meta(ge=0)] | Literal["first", "off"] = (
+        "off"  # compare checksums of both sides at every so many updates of a copy of weights, the first, or none (0)
+    )
     threads: Count = 1  # CPU threads of a worker
     restarts: Annotated[int, Meta(ge=0)] = 0  # times that a run goes on by itself after a lost worker or host
 
+    @property
+    def verified_updates(self) -> int | Literal["first"]:
+        """Checksums are compared at every so many updates of a copy; 0: at none."""
+        return 0 if self.verify_weights == "off" else self.verify_weights
+
     def verifies(self, update: int) -> bool:
         """True where checksums are compared at this update of a copy, counted from 1."""
-        every = self.verify_weights
+        every = self.verified_updates
         return update == 1 if every == "first" else bool(every) and update % every == 0
 
 

@@ -163,7 +163,7 @@ class Movement:
             model = self._model_of(between.role)
             moves = reallocation(shapes, dtype, between.layouts, self._member, model, between.receivers)
             held = layout_boxes(shapes, between.layouts[0], model)
-            shown = shares(held, shapes) if self._job.runtime.verify_weights else {}
+            shown = shares(held, shapes) if self._job.runtime.verified_updates else {}
             self._routes[between] = _Route(
                 moves, MappedRoute(moves, self._worker, self._member.host, self._expendable), shown
             )
