@@ -63,6 +63,7 @@ def opened(
         context=64,
         start_seconds=SECONDS,
         silent_seconds=SECONDS,
+        deadline_seconds=2 * SECONDS,
     )
     return open_sglang(order._replace(**changes), notify)
 
@@ -226,9 +227,9 @@ def test_greedy_samples_and_their_stops_are_those_of_the_embedded_engine(folder:
 
 
 @contextmanager
-def given(folder: Path, home: Path, **changes: Any) -> Iterator[tuple[StandIn, SglangEngine]]:
+def given(folder: Path, home: Path, *, streams: bool = True, **changes: Any) -> Iterator[tuple[StandIn, SglangEngine]]:
     """An engine over a server that is given as a URL."""
-    with standin(folder, home, "--incremental-streaming-output") as server:
+    with standin(folder, home, *(["--incremental-streaming-output"] if streams else [])) as server:
         engine = opened(folder, RolloutSpec(engine="sglang", urls=(server.url,)), home / "run", **changes)
         yield server, engine
         engine.close(SECONDS)
@@ -253,6 +254,32 @@ def test_servers_that_answer_nonsense_are_named(folder: Path, tmp_path: Path, fa
         assert told and engine.status().failure is not None
         with pytest.raises(Exception, match=named):
             engine.submit([Request(1, (5, 9, 2), 8, seed=0)])
+        server.fault()
+
+
+@pytest.mark.parametrize(
+    ("fault", "streams", "named"),
+    [
+        ("nothing", True, "/generate: no token in"),
+        ("nothing", False, "/generate: no answer in"),
+        ("no_pause", True, "/pause_generation: no answer in"),
+        ("no_update", True, "/update_weights_from_disk: no answer in"),
+    ],
+)
+def test_a_server_that_goes_silent_is_named_before_the_runs_deadline_is_over(
+    folder: Path, tmp_path: Path, fault: str, streams: bool, named: str
+) -> None:
+    """At any call, and by its address; the run's own deadline would name its worker."""
+    deadline = 8.0
+    with given(folder, tmp_path, streams=streams, deadline_seconds=deadline) as (server, engine):
+        engine.prepare(whole((name, values) for name, values in MODELS[1].named_parameters()))
+        server.fault(fault)
+        began = time.monotonic()
+        engine.submit([Request(0, (5, 9, 2), 2000, seed=0)])
+        ask = partial(drained, engine, 1) if fault == "nothing" else partial(engine.switch, 1)
+        with pytest.raises(Exception, match=f"SGLang server {server.url} {named}"):
+            ask()
+        assert deadline / 2 - serving.WATCH_SECONDS <= time.monotonic() - began < 2 * deadline
         server.fault()
 
 

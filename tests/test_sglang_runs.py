@@ -3,6 +3,7 @@ death."""
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from benchmarks.audit import judge_run
 from tests.runs import finish, home, logs, merged, records, start, write_run
-from tests.sglang_server import interpreter, servers_at
+from tests.sglang_server import interpreter, servers_at, standin
 from tests.test_engine_loss_runs import SLOW, lose_engine
 from tests.test_engine_replacement_runs import until_replaced
 from tests.test_evaluation_beside_runs import EVAL, write_held_out
@@ -82,6 +83,27 @@ def test_broadcasts_reach_no_server_that_keeps_its_weights(home: Path, tmp_path:
     )
     assert by_broadcast[0] == by_broadcast[1] > 0
     assert sum(by_disk) > 0
+
+
+@pytest.mark.parametrize("fault", ["nothing", "no_update"])
+def test_a_given_server_that_goes_silent_is_named_within_two_deadlines_of_the_run(
+    home: Path, tmp_path: Path, fault: str
+) -> None:
+    """Those that its run file sets: it does not stream, and no deadline of its own would end before an hour."""
+    (home / "any_text.py").write_text(REWARD)
+    deadline = 30.0
+    with standin(home / "model", tmp_path) as server:
+        served = {"rollout": {"engine": "sglang", "urls": [server.url]}, "runtime": {"min_deadline_seconds": deadline}}
+        file = write_run(home, fault, merged(GRPO, served, {"steps": 1000}))
+        run = start(home, "run", str(file), name=fault)
+        run.until_step(2)
+        server.fault(fault)
+        began = time.monotonic()
+        assert run.wait() == 3
+        assert time.monotonic() - began < 2 * deadline
+    (line,) = (line for line in run.output().splitlines() if line.startswith("error: "))
+    asked = {"nothing": "/generate", "no_update": "/update_weights_from_disk"}[fault]
+    assert f"SGLang server {server.url} {asked}: no answer in" in line, line
 
 
 def test_a_run_outlives_its_server(home: Path, tmp_path: Path) -> None:

@@ -144,6 +144,10 @@ class RuntimeSpec(Struct, frozen=True, forbid_unknown_fields=True):
     threads: Count = 1  # CPU threads of a worker
     restarts: Annotated[int, Meta(ge=0)] = 0  # times that a run goes on by itself after a lost worker or host
 
+    def deadline(self, predicted_seconds: float) -> float:
+        """Seconds that may go by until a call ends that is predicted to take so long."""
+        return max(self.min_deadline_seconds, self.deadline_factor * predicted_seconds)
+
     @property
     def verified_updates(self) -> int | Literal["first"]:
         """Checksums are compared at every so many updates of a copy; 0: at none."""

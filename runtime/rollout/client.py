@@ -140,11 +140,14 @@ class SglangClient:
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    async def update_from_disk(self, folder: str, version: int, *, flush_cache: bool = True) -> None:
-        """Load a Hugging Face folder that the server's host has. Where nothing is paused, requests end first."""
+    async def update_from_disk(
+        self, folder: str, version: int, *, flush_cache: bool = True, seconds: float | None = None
+    ) -> None:
+        """Load a Hugging Face folder that the server's host has. Where nothing is paused, requests end first. seconds:
+        until it has; None: those of any update."""
         body = {"model_path": folder, "weight_version": str(version), "flush_cache": flush_cache}
         self._versions().begin(version)
-        await self._update("/update_weights_from_disk", body, self._timeouts.update_seconds)
+        await self._update("/update_weights_from_disk", body, seconds or self._timeouts.update_seconds)
         self._versions().confirm(version)
 
     async def init_group(self, group: BroadcastGroup) -> None:

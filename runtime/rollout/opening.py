@@ -25,7 +25,7 @@ from realgraph.runtime.processes.environment import variables
 from realgraph.runtime.rollout.client import SglangClient
 from realgraph.runtime.rollout.engine import EngineModel, SglangEngine
 from realgraph.runtime.rollout.errors import ServerUnreachable, SglangError
-from realgraph.runtime.rollout.messages import ServedModel, ServerArguments
+from realgraph.runtime.rollout.messages import ServedModel, ServerArguments, Timeouts
 from realgraph.runtime.rollout.server import Argument, ServerProcess, ServerSpec
 from realgraph.runtime.rollout.serving import ServedWeights, ServerHome, ServingBounds
 
@@ -110,11 +110,13 @@ def open_sglang(order: "EngineOrder", notify: Callable[[], None]) -> SglangEngin
     model = EngineModel(source, specs, bounds, order.device, order.decode)
     most = order.limits.max_running or SGLANG.max_running
     home: ServerHome
+    timeouts = timeouts_of(order.deadline_seconds)
     if spec.urls:
-        home = GivenServer(spec.urls[order.replica], expected, order.start_seconds)
+        home = GivenServer(spec.urls[order.replica], expected, order.start_seconds, timeouts)
     else:
-        home = OwnServer(_server_spec(order, str(source), most), expected)
-    serving = ServingBounds(most, order.silent_seconds)
+        home = OwnServer(_server_spec(order, str(source), most), expected, timeouts)
+    half = order.deadline_seconds / 2
+    serving = ServingBounds(most, min(order.silent_seconds, half), half)
     return SglangEngine(model, home, order.folder / f"sglang-weights-{order.replica}", serving, notify)
 
 
@@ -131,9 +133,22 @@ class EngineOrder(NamedTuple):
     replica: int
     context: int  # tokens of the longest prompt and response
     start_seconds: float
-    silent_seconds: float
+    silent_seconds: float  # without a token, at most
+    deadline_seconds: float  # until the run is ended where no group is made, or an update not taken
     tp: int = 1  # ranks of the server
     ep: int = 1  # of them, those that experts are spread over; the rest cut each of them
+
+
+def timeouts_of(deadline_seconds: float) -> Timeouts:
+    """Deadlines of calls to a server by that of the run, at which a worker is named: the server is before, at half of
+    it. A single answer may come later, and after an update, where others go on."""
+    half, usual = deadline_seconds / 2, Timeouts()
+    return Timeouts(
+        connect_seconds=min(usual.connect_seconds, half),
+        control_seconds=min(usual.control_seconds, half),
+        update_seconds=half,
+        answer_seconds=deadline_seconds + half,
+    )
 
 
 def _server_spec(order: EngineOrder, model: str, most: int) -> ServerSpec:
@@ -172,8 +187,8 @@ def rank_cores(replica: int, tp: int, cores: Sequence[int]) -> str:
 class OwnServer:
     """A server that is started, and started again where it has died."""
 
-    def __init__(self, spec: ServerSpec, expected: Expected) -> None:
-        self._spec, self._expected = spec, expected
+    def __init__(self, spec: ServerSpec, expected: Expected, timeouts: Timeouts) -> None:
+        self._spec, self._expected, self._timeouts = spec, expected, timeouts
         self.process: ServerProcess | None = None
 
     async def reach(self, weights: ServedWeights, before: SglangClient | None) -> SglangClient:
@@ -182,7 +197,7 @@ class OwnServer:
             await asyncio.to_thread(self.process.stop)
         spec = msgspec.structs.replace(self._spec, model=weights.folder, version=weights.version)
         self.process = ServerProcess(spec)
-        client = SglangClient(self.process.url, self.process.key)
+        client = SglangClient(self.process.url, self.process.key, self._timeouts)
         await self.process.wait_ready(client)
         await check(client, self._expected)
         await client.open(weights.version)
@@ -197,13 +212,13 @@ class OwnServer:
 class GivenServer:
     """A server that somebody else has started, on this host. Weights that it has from before are replaced."""
 
-    def __init__(self, url: str, expected: Expected, patience: float) -> None:
-        """patience: seconds that it may be gone."""
-        self._url, self._expected, self._patience = url, expected, patience
+    def __init__(self, url: str, expected: Expected, patience: float, timeouts: Timeouts) -> None:
+        """patience: seconds that it may be gone, or take to read its first weights."""
+        self._url, self._expected, self._patience, self._timeouts = url, expected, patience, timeouts
 
     async def reach(self, weights: ServedWeights, before: SglangClient | None) -> SglangClient:
         """See ServerHome."""
-        client = SglangClient(self._url)
+        client = SglangClient(self._url, timeouts=self._timeouts)
         deadline = time.monotonic() + self._patience
         while True:
             try:
@@ -216,7 +231,8 @@ class GivenServer:
         await client.resume()  # a run that ended before may have left it paused
         await client.open(weights.version - 1)
         try:
-            await client.update_from_disk(weights.folder, weights.version)
+            seconds = max(self._patience, self._timeouts.update_seconds)
+            await client.update_from_disk(weights.folder, weights.version, seconds=seconds)
         except SglangError as error:
             hint = "it has to see the run's folders: start it on this host, as this user"
             raise ConfigError([Problem(Where(path=self._expected.path), str(error), hint, "sglang")]) from error

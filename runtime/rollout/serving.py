@@ -49,7 +49,8 @@ class ServingBounds(NamedTuple):
     """Bounds of one engine."""
 
     most_requests: int  # that a server has at once
-    silent_seconds: float = 600.0  # without a token from a server that streams and is asked for some
+    token_seconds: float = 600.0  # without a token from a server that streams and is asked for some
+    answer_seconds: float = 600.0  # without an answer from one that does not
 
 
 class ServerHome(Protocol):
@@ -185,6 +186,7 @@ class Serving:
         sample.asked_version = version
         if not request.stream:
             answer = await client.generate(request)
+            self._progress = time.monotonic()
             sample.add(AnswerPart(answer.tokens, answer.logprobs, answer), None)
             return
         async with aclosing(client.stream(request)) as parts:
@@ -198,11 +200,12 @@ class Serving:
         """Until cancelled: notice a server that takes requests and gives nothing."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            silent = time.monotonic() - self._progress
-            if not self._streams or not self.sent or not self._go.is_set():
+            silent, bounds = time.monotonic() - self._progress, self._bounds
+            if not self.sent or not self._go.is_set():
                 self._progress = time.monotonic()
-            elif silent > self._bounds.silent_seconds:
-                text = f"no token in {silent:.0f} s, and {self.sent} requests wait for some"
+            elif silent > (bounds.token_seconds if self._streams else bounds.answer_seconds):
+                what = "token" if self._streams else "answer"
+                text = f"no {what} in {silent:.0f} s, and {self.sent} requests wait for one"
                 current().failure = ServerSilent(self.client.url, "/generate", text)
                 self._changed()
                 return
@@ -336,10 +339,10 @@ class Serving:
 
     async def _call_back(self, client: SglangClient) -> None:
         """Requests come back with the tokens they have, and are sent again after `resume`. Raises SglangError."""
-        began = time.monotonic()
+        began, most = time.monotonic(), min(QUIET_SECONDS, self._bounds.token_seconds)
         while self.sent:
-            if time.monotonic() - began > QUIET_SECONDS:
-                text = f"{self.sent} requests have not come back in {QUIET_SECONDS:.0f} s, though they were aborted"
+            if time.monotonic() - began > most:
+                text = f"{self.sent} requests have not come back in {most:.0f} s, though they were aborted"
                 raise ServerSilent(client.url, "/abort_request", text)
             await client.abort_all()  # again: one may have been on its way
             await asyncio.sleep(ABORT_SECONDS)

@@ -68,7 +68,7 @@ class Collection:
         self.n_skipped = 0  # of them, those whose prompt was too long
         predicted = sum(program.calls[name].predicted_seconds for name in program.generates)
         # the longest that a worker may take from one made group to the next
-        self.limit_seconds = max(job.runtime.min_deadline_seconds, job.runtime.deadline_factor * predicted)
+        self.limit_seconds = job.runtime.deadline(predicted)
 
     def image(self, tallies: TallyNumbers) -> CollectionImage:
         """All that it has but the ledger's groups."""

@@ -65,8 +65,7 @@ class OpenSteps:
 
     def limit(self, predicted_seconds: float) -> float:
         """The longest that a call may take that is predicted to take so long."""
-        runtime = self._job.runtime
-        return max(runtime.min_deadline_seconds, runtime.deadline_factor * predicted_seconds)
+        return self._job.runtime.deadline(predicted_seconds)
 
     def open(self, kind: TaskKind, call: str, step: int) -> Task:
         """A task that belongs to no step in hand."""

@@ -70,5 +70,6 @@ def open_server(job: Job, replica: Replica, decode: Decode, notify: Callable[[],
         context=job.data.max_prompt_tokens + call.most_new_tokens(job.batch.max_new_tokens),
         start_seconds=job.runtime.start_seconds,
         silent_seconds=job.runtime.min_deadline_seconds,
+        deadline_seconds=job.runtime.deadline(allocation.seconds),
     )
     return open_sglang(order, notify)

@@ -59,6 +59,7 @@ def opened(folder: Path, home: Path, tp: int = 1) -> SglangEngine:
         context=CONTEXT,
         start_seconds=START_SECONDS,
         silent_seconds=120.0,
+        deadline_seconds=1200.0,
         tp=tp,
     )
     return open_sglang(order, lambda: None)

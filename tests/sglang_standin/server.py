@@ -3,7 +3,7 @@
 `SGLANG_STANDIN_RELEASE` is the release that it behaves as (0.5.23). `SGLANG_STANDIN_FAULT` names a file; while it holds
 one of these words, /generate does that: `garbage`, `500`, `nothing`, `half` (of a stream, or of an answer),
 `version` (tokens carry one that nobody gave), `die`. `broadcast` ends the first server that is to take one.
-`no_loads`: it knows no /v1/loads.
+`no_loads`: it knows no /v1/loads. `no_update` and `no_pause`: updates from disk, or pauses, never end.
 """
 
 import argparse
@@ -185,6 +185,8 @@ class Server:
         return Answer()
 
     async def _pause(self, call: Call) -> Answer:
+        if self._fault() == "no_pause":
+            await asyncio.sleep(3600)
         self._go.clear()
         await self.generation.pause(call.body.get("mode", "abort"))
         return of_json({"message": "Generation paused successfully.", "status": "ok"})
@@ -202,6 +204,8 @@ class Server:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     async def _from_disk(self, call: Call) -> Answer:
+        if self._fault() == "no_update":
+            await asyncio.sleep(3600)
         async with self.generation.updating:
             await self.generation.when_idle()
             try:
