@@ -1,9 +1,15 @@
-"""The benchmark of asynchronous against synchronous training: its lengths, and what follows from its rows."""
+"""Benchmarks of asynchronous against synchronous training: lengths, and what follows from their rows."""
 
+import json
+import re
+import statistics
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.async_learning import LOSSES, RESULTS, interval
 from benchmarks.async_vs_sync import ALONE, MODES, STALENESS, Measured, Rounds, measured, report
 from benchmarks.long_tail import LEAST_RATIO, STATES, hazards, length_shares, mean_length
 
@@ -41,3 +47,48 @@ def test_claims_are_held_against_the_better_synchronous_plan_and_the_slower_call
     assert values == pytest.approx([100 / 110, 2.0, 2.0, 1.25, 1.0])
     assert report(rows)
     assert not report([replace(row, tokens_per_s=90.0) if row.mode == "asynchronous" else row for row in rows])
+
+
+# --- learning under staleness -----------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parent.parent / "docs" / "async.md").read_text()
+
+
+def accuracies(staleness: int, loss: str, *, late: bool) -> list[float]:
+    rows: list[dict[str, Any]] = json.loads(RESULTS.read_text())["rows"]
+    return [row["accuracy"] for row in rows if row["case"][1:] == [staleness, loss, late]]
+
+
+def shown(values: list[float]) -> str:
+    mean, width = interval(values)
+    return f"{mean:.3f} ± {width:.3f}"
+
+
+def test_the_table_of_learning_under_staleness_is_the_record() -> None:
+    """Means with their intervals, and ages over all runs of both losses."""
+    rows: list[dict[str, Any]] = json.loads(RESULTS.read_text())["rows"]
+    table = re.findall(r"^\| (\d+) \| (.*) \|$", PAGE, re.MULTILINE)
+    assert [int(bound) for bound, _ in table] == sorted({row["case"][1] for row in rows} - {0})
+    for bound, cells in table:
+        expected = list[str]()
+        for late in (False, True):
+            ages = [row["age"] for row in rows if row["case"][1] == int(bound) and row["case"][3] == late]
+            expected += [
+                f"{statistics.fmean(ages):.1f}",
+                *(shown(accuracies(int(bound), one, late=late)) for one in LOSSES),
+            ]
+        assert cells.split(" | ") == expected
+    assert f"Synchronous training reaches {shown(accuracies(0, 'decoupled', late=False))}." in PAGE
+
+
+def test_the_losses_part_where_the_page_says_so() -> None:
+    """Run by run: every decoupled one above every naive one. By their intervals nowhere."""
+    for staleness in (1, 2, 4, 8):
+        for late in (False, True):
+            naive, decoupled = (accuracies(staleness, loss, late=late) for loss in LOSSES)
+            (low, width), (high, other) = interval(naive), interval(decoupled)
+            assert low + width > high - other
+            parts = min(decoupled) > max(naive)
+            assert parts == (late and staleness >= 4), (staleness, late)
+            ranges = [f"{min(runs):.3f} to {max(runs):.3f}" for runs in (decoupled, naive)]
+            assert (" and ".join(ranges) in PAGE) == parts
