@@ -156,7 +156,7 @@ def _await(server: StandIn) -> None:
         assert server.process.is_alive(), server.log.read_text()
         assert time.monotonic() < deadline, server.log.read_text()
         try:
-            if server.ask("/model_info")[0] == 200:
+            if server.ask("/model_info")[0] in (200, 401):  # without its key
                 return
         except (urllib.error.URLError, ConnectionError):
             time.sleep(0.05)

@@ -22,7 +22,8 @@ from realgraph.runtime.job.rollout import RolloutSpec
 from realgraph.runtime.models.weights import whole
 from realgraph.runtime.rollout import serving
 from realgraph.runtime.rollout.engine import SglangEngine
-from realgraph.runtime.rollout.opening import EngineOrder, OwnServer, open_sglang
+from realgraph.runtime.rollout.opening.engines import EngineOrder, open_sglang
+from realgraph.runtime.rollout.opening.homes import OwnServer
 from realgraph.runtime.rollout.samples import GrowingSample
 from tests import tiny
 from tests.rollouts import drained, full_logprobs, requests, run

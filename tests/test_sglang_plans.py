@@ -1,12 +1,14 @@
 """Runs on SGLang servers as the run file asks for them and the planner places them: every mistake with its place."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from realgraph.commands.run import RunOptions, run_command
 from realgraph.graphs.errors import Where
 from realgraph.planner.costs.generate.decode import cache_bytes_per_token
 from realgraph.planner.costs.memory.memory import generation
@@ -14,11 +16,13 @@ from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.options.calls import setting_of
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.request.engine_support import SGLANG
+from realgraph.run.given_servers import check_given_servers
 from realgraph.run.planning import plan_for, request_for
 from realgraph.run.running import PreparedRun, prepare
 from realgraph.run_file.compose import check_run
 from tests import tiny
 from tests.run_texts import RUN, place, problems_of, refused
+from tests.sglang_server import free_port, standin
 
 __all__ = ["place"]
 URL = "http://127.0.0.1:30000"
@@ -102,6 +106,52 @@ def test_what_servers_can_not_do_is_refused_before_any_starts(
 ) -> None:
     problems = problems_of(lambda: prepared(place, *overrides))
     assert any(problem.where.path == path and text in problem.text for problem in problems), problems
+
+
+# --- servers that run already -----------------------------------------------------------------------------------------
+
+
+def on_urls(place: Path, *urls: str) -> tuple[PreparedRun, int]:
+    """A run on servers that are given, one a device, and the line of the first of them."""
+    listed = "".join(f"    - {url}\n" for url in urls)
+    more = f"rollout:\n  engine: sglang\n  urls:\n{listed}cluster: {{kind: cpu, devices: 4}}\n"
+    (place / "run.yaml").write_text(f"{RUN}{more}allocation: {{rollout: {{first: 2, devices: {len(urls)}}}}}\n")
+    return prepared(place), RUN.count("\n") + 4
+
+
+def test_given_servers_that_the_run_does_not_need_are_refused_before_anything_starts(
+    place: Path, tmp_path: Path
+) -> None:
+    """With file and line, the address, both values and a fix; also where their model can't be seen from here."""
+    right, wrong = tiny.save(tmp_path / "right"), tiny.save(tmp_path / "llama", "llama", vocab_size=70)
+    different = ("--context-length", "32", "--dtype", "bfloat16", "--tp-size", "4")
+    with standin(right, tmp_path / "a") as one, standin(wrong, tmp_path / "b", *different) as other:
+        (wrong / "config.json").unlink()
+        run, line = on_urls(place, one.url, other.url)
+        problems = problems_of(lambda: check_given_servers(run))
+        assert {(Path(p.where.file).name, p.where.line) for p in problems} == {("run.yaml", line + 1)}
+        assert {problem.where.path for problem in problems} == {"$.rollout.urls[1]"}
+        sizes = ((" 70,", str(tiny.VOCABULARY)), ("bfloat16", "float32"), (" 32 ", "512"), ("4", "1"))
+        for problem, values in zip(problems, (("llama", "qwen3"), *sizes), strict=True):
+            assert other.url in problem.text and problem.hint and all(value in problem.text for value in values)
+        for options in (RunOptions(), RunOptions(dry_run=True)):
+            again = problems_of(partial(run_command, place / "run.yaml", (), options))
+            assert again == problems
+        assert not run.folder.root.exists()
+        run, _ = on_urls(place, one.url)
+        assert check_given_servers(run) == []
+
+
+def test_given_servers_that_do_not_answer_are_named(place: Path, tmp_path: Path) -> None:
+    """One that is not there yet is waited for by its worker; one with a key is of no use."""
+    model = tiny.save(tmp_path / "right")
+    run, line = on_urls(place, absent := f"http://127.0.0.1:{free_port()}")
+    (warning,) = check_given_servers(run)
+    assert warning.where.line == line and absent in warning.text and "runtime.start_seconds" in warning.hint
+    with standin(model, tmp_path / "a", "--api-key", "secret") as locked:
+        run, _ = on_urls(place, locked.url, absent)
+        (problem,) = problems_of(lambda: check_given_servers(run))
+    assert "401" in problem.text and "--api-key" in problem.hint
 
 
 @pytest.mark.parametrize(("n", "pin"), [(3, "{first: 2, devices: 2}"), (1, "{first: 2, devices: 2, dp: 2}")])

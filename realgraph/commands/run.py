@@ -15,6 +15,7 @@ from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.plan.command import print_plan
 from realgraph.run.costs_record import CostsFile, Planned
 from realgraph.run.ending import next_lines
+from realgraph.run.given_servers import check_given_servers
 from realgraph.run.launching import launcher_of, tell_needs
 from realgraph.run.restarts import back_off, give_up, prepared_again
 from realgraph.run.resume import ResumeOptions, resumed
@@ -64,6 +65,7 @@ def run_command(file: Path | None, overrides: Sequence[str], options: RunOptions
         say_warnings(prepared.checked.warnings)
         if options.dry_run:
             print_plan(prepared.job.plan, prepared.checked, prepared.request, console)
+            say_warnings(check_given_servers(prepared))
             _first_rows(prepared, console)
             console.print("dry run: nothing was started")
             return
@@ -145,6 +147,7 @@ def execute(
     The directory of a resumed run is the caller's own already (`resumed`). view: shows the run on the screen, where a
     run's own view would not fit.
     """
+    say_warnings(check_given_servers(prepared))
     with _placed(prepared):
         launcher = launcher_of(prepared, lambda line: console.print(line, soft_wrap=True))
     for line in passed_over(prepared):

@@ -3,6 +3,7 @@
 Made and used in one asyncio loop, any number of calls at once. Every call has a deadline and raises SglangError.
 """
 
+import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TypeVar
@@ -40,6 +41,9 @@ from realgraph.runtime.rollout.messages import (
 from realgraph.runtime.rollout.versions import VersionLog
 
 _NOT_FOUND = 404
+_PAUSED_SECONDS = 5.0  # without a refusal: the server is paused
+_BEYOND = 10**12  # no vocabulary has such a token
+_LAST_TOKEN = re.compile(r"logit_bias \D*\[0, (\d+)\]")
 _GENERATE = "/generate"
 
 Event = TypeVar("Event")
@@ -213,6 +217,22 @@ class SglangClient:
     async def server_info(self) -> ServerArguments:
         """The server's version and arguments."""
         return await self._server.get("/server_info", ServerArguments, self._timeouts.control_seconds)
+
+    async def vocabulary(self) -> int | None:
+        """The size of the model's vocabulary, which a server says only where it refuses a bias of a token beyond it.
+        None: it does not say, for it is paused, or has other words.
+
+        The request is never run: it asks for two grammars at once, which is refused, too."""
+        sampling = {"max_new_tokens": 1, "logit_bias": {str(_BEYOND): 0.0}, "regex": "a", "json_schema": "{}"}
+        body = {"input_ids": [0], "sampling_params": sampling}
+        try:
+            await self._server.send(_GENERATE, body, min(_PAUSED_SECONDS, self._timeouts.control_seconds))
+        except ServerSilent:
+            return None
+        except CallRefused as error:
+            last = _LAST_TOKEN.search(error.beginning)
+            return int(last[1]) + 1 if last is not None else None
+        return None
 
     async def load(self) -> Sequence[RankLoad]:
         """Requests and cached tokens, replica by replica, as of a moment ago."""

@@ -198,7 +198,7 @@ class Loads(Struct, frozen=True):
 
 
 class Timeouts(Struct, frozen=True):
-    """Deadlines of calls, in seconds; a run sets its own (`opening.timeouts_of`)."""
+    """Deadlines of calls, in seconds; a run sets its own (`opening/engines.py`)."""
 
     connect_seconds: float = 10.0
     control_seconds: float = 60.0  # pause, resume, abort, flush, and all questions

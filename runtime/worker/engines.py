@@ -20,7 +20,7 @@ from realgraph.runtime.generate.opening import open_rollout
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.parallel.groups import LayoutRanks
-from realgraph.runtime.rollout.opening import EngineOrder, open_sglang
+from realgraph.runtime.rollout.opening.engines import EngineOrder, open_sglang
 from realgraph.runtime.train.offload import open_train
 
 

@@ -19,7 +19,8 @@ from realgraph.runtime.job.rollout import RolloutSpec
 from realgraph.runtime.models.weights import whole
 from realgraph.runtime.rollout.engine import SglangEngine
 from realgraph.runtime.rollout.messages import RankChecksums
-from realgraph.runtime.rollout.opening import EngineOrder, OwnServer, open_sglang
+from realgraph.runtime.rollout.opening.engines import EngineOrder, open_sglang
+from realgraph.runtime.rollout.opening.homes import OwnServer
 from realgraph.runtime.rollout.weights.agreement import UpdateWords
 from realgraph.runtime.rollout.weights.broadcast import DONE, STAGED, Broadcast, Broadcaster, Servers, buckets_of
 from realgraph.runtime.rollout.weights.staged import StagedWeights

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from tests.sglang_conformance.subject import CONTEXT, MAX_RUNNING, Check, Subject
+from tests.sglang_conformance.subject import CONTEXT, MAX_RUNNING, Check, Subject, request
+from tests.tiny import VOCABULARY
 
 
 async def a_server_says_what_it_runs_and_has_to_do(subject: Subject) -> None:
@@ -17,4 +18,17 @@ async def a_server_says_what_it_runs_and_has_to_do(subject: Subject) -> None:
         assert 0 < load.num_used_tokens <= load.max_total_num_tokens
 
 
-CHECKS: tuple[Check, ...] = (a_server_says_what_it_runs_and_has_to_do,)
+async def a_server_says_its_vocabulary_unless_it_is_paused(subject: Subject) -> None:
+    """Though no answer names it; nothing is generated for it."""
+    assert await subject.client.vocabulary() == VOCABULARY
+    await subject.client.pause("retract")
+    assert await subject.client.vocabulary() is None
+    await subject.client.resume()
+    assert (await subject.client.load())[0].num_running_reqs == 0
+    assert (await subject.client.generate(request(5))).reason == "length"
+
+
+CHECKS: tuple[Check, ...] = (
+    a_server_says_what_it_runs_and_has_to_do,
+    a_server_says_its_vocabulary_unless_it_is_paused,
+)

@@ -67,7 +67,10 @@ class Generation:
         n_new = int(sampling.get("max_new_tokens", 128))
         if len(tokens) + n_new > self.most_tokens:
             raise ValueError(f"Requested token count exceeds the model's maximum context length of {self.most_tokens}")
-        if max(tokens) >= self.batch._model.vocabulary:
+        vocabulary = self.batch._model.vocabulary
+        if unknown := [token for token in sampling.get("logit_bias") or () if not 0 <= int(token) < vocabulary]:
+            raise ValueError(f"logit_bias must has keys in [0, {vocabulary - 1}], got {unknown[0]}.")
+        if max(tokens) >= vocabulary:
             os._exit(1)  # IndexError: index out of range in self, in the scheduler
         if len(self.live) >= self.batch._most_slots + self.most_waiting:
             raise OverflowError("The request queue is full.")
