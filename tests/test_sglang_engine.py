@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.spec import ModelRole
@@ -20,11 +21,14 @@ from realgraph.runtime.engine import Completion, EngineClosed, Request, RolloutL
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from realgraph.runtime.job.rollout import RolloutSpec
 from realgraph.runtime.models.weights import whole
+from realgraph.runtime.parallel.checksums import WeightsDiffer
 from realgraph.runtime.rollout import serving
 from realgraph.runtime.rollout.engine import SglangEngine
 from realgraph.runtime.rollout.opening.engines import EngineOrder, open_sglang
 from realgraph.runtime.rollout.opening.homes import OwnServer
 from realgraph.runtime.rollout.samples import GrowingSample
+from realgraph.runtime.rollout.weights.agreement import UpdateWords
+from realgraph.runtime.weights.held import HeldWeights
 from tests import tiny
 from tests.rollouts import drained, full_logprobs, requests, run
 from tests.sglang_server import StandIn, interpreter, standin
@@ -330,6 +334,41 @@ def test_servers_that_are_not_what_the_run_needs_are_named(folder: Path, tmp_pat
     for named in (*named_ones, "4 tensor-parallel ranks", "spreads experts over 2 ranks"):
         assert any(named in text for text in texts), named
     assert {problem.where.path for problem in caught.value.problems} == {"$.rollout.urls[0]"}
+
+
+def test_weights_that_a_server_does_not_hold_as_it_was_given_them_are_found(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By itself where it is told to read them again, by another server, and by those that it held before."""
+    with given(folder, tmp_path / "a") as (one, first), given(folder, tmp_path / "b") as (two, second):
+        words = UpdateWords(HashStore(), "rollout", SECONDS)
+        held = [HeldWeights(words, range(2), place) for place in range(2)]
+        second.submit([Request(0, (5, 9, 2), 400, seed=0)])
+        assert until(lambda: running(second), SECONDS)
+        for engine in (first, second):
+            switch(engine, 1)
+        held[0].compare(first, broadcast=False)
+        held[1].compare(second, broadcast=True)  # requests go on over their caches
+        assert_exact(Request(0, (5, 9, 2), 400, seed=0), drained(second, 1)[0])
+        two.fault("twisted")
+        for engine in (first, second):
+            switch(engine, 2)
+        held[0].compare(first, broadcast=False)
+        with pytest.raises(WeightsDiffer, match=f"{two.url}, version 2, .* that server 0"):
+            held[1].compare(second, broadcast=False)
+        two.fault()
+        with pytest.raises(WeightsDiffer, match=r"version 2, does not hold '0.model.embed_\w+.weight' as it was"):
+            held[1].compare(second, broadcast=True)
+        one.fault("stale")
+        first.prepare(whole((name, values) for name, values in MODELS[0].named_parameters()))
+        first.switch(3)
+        with pytest.raises(WeightsDiffer, match="version 3, holds what it held before"):
+            held[0].compare(first, broadcast=False)
+        one.fault("unchecked")
+        for _ in range(2):
+            held[0].compare(first, broadcast=False)
+        assert len([text for text in caplog.messages if "404" in text and "not compared" in text]) == 1
+        one.fault()
 
 
 def test_a_server_that_never_comes_up_shows_its_log(folder: Path, tmp_path: Path, python: Path) -> None:

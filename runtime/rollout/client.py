@@ -154,6 +154,11 @@ class SglangClient:
         await self._update("/update_weights_from_disk", body, seconds or self._timeouts.update_seconds)
         self._versions().confirm(version)
 
+    async def read_again(self, folder: str) -> None:
+        """Load the weights that the server has from disk. It keeps its caches, which are of the same weights."""
+        body = {"model_path": folder, "weight_version": str(self.version), "flush_cache": False}
+        await self._update("/update_weights_from_disk", body, self._timeouts.update_seconds)
+
     async def init_group(self, group: BroadcastGroup) -> None:
         """Have the server's ranks join a process group, which the trainer joins meanwhile."""
         await self._update("/init_weights_update_group", group, self._timeouts.update_seconds)
@@ -192,7 +197,7 @@ class SglangClient:
     async def checksums(self) -> Sequence[RankChecksums]:
         """The checksum of every tensor, rank by rank; they depend on how the server fuses and cuts tensors."""
         answer = await self._server.post(
-            "/weights_checker", {"action": "checksum"}, ServerChecksums, self._timeouts.control_seconds
+            "/weights_checker", {"action": "checksum"}, ServerChecksums, self._timeouts.update_seconds
         )
         return answer.ranks
 

@@ -214,6 +214,24 @@ class SglangEngine:
         """See RolloutEngine. Those of what the server was given."""
         return checksums_of(Path(self._serving.weights.folder), self._model.specs)
 
+    def held_checksums(self) -> Mapping[str, str] | None:
+        """Those of what the server holds, tensor by tensor as it has fused and cut them; None where it tells none."""
+        return self._call(self._serving.checksums())
+
+    def read_again(self) -> None:
+        """Have the server read the weights that it has from their folder."""
+        self._call(self._serving.read_again())
+
+    @property
+    def quantized(self) -> bool:
+        """The server holds weights as fewer bits than it is given."""
+        return self._serving.quantized
+
+    @property
+    def url(self) -> str:
+        """The server's address."""
+        return self._serving.client.url
+
     def release(self, *, weights: bool) -> None:
         """See RolloutEngine. The server's memory is on devices that no other call has."""
         assert not weights, "the copy of a server is not given up"

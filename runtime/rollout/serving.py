@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from realgraph.runtime.drawn.tokens import DrawnTokens
 from realgraph.runtime.engine import Completion
@@ -36,6 +36,8 @@ ABORT_SECONDS = 0.05  # between two looks at them
 WATCH_SECONDS = 1.0  # between two looks at the server's progress
 LOAD_SECONDS = 5.0  # between two questions for the server's cache
 GIVE_UP_SECONDS = 10.0  # for a server to notice that a broadcast has failed elsewhere
+
+T = TypeVar("T")
 
 
 class ServedWeights(NamedTuple):
@@ -97,6 +99,8 @@ class Serving:
         self._progress = time.monotonic()
         self._streams = False
         self._flushes_paused = True  # it forgets its cache while requests wait in it
+        self.quantized = False
+        self._tells_checksums = True
         self._member: tuple[SglangClient, str] | None = None  # the server, and the group that it is a member of
         self.sent = 0  # requests that the server has
         self.free_cache_tokens: int | None = None  # as of a moment ago; None where the server does not say
@@ -114,6 +118,7 @@ class Serving:
         server = await self._client.server_info()
         self._streams = server.streams
         self._flushes_paused = server.flushes_paused
+        self.quantized = server.quantization is not None
         self._progress = time.monotonic()
 
     @property
@@ -271,6 +276,32 @@ class Serving:
         if not paused:
             await self.resume()
 
+    async def checksums(self) -> dict[str, str] | None:
+        """`rank.tensor` -> the checksum of what the server holds; None where it tells none, which the log says once."""
+        if not self._tells_checksums:
+            return None
+        try:
+            ranks = await self._persist(lambda client: client.checksums())
+        except CallRefused as error:
+            self._tells_checksums = False
+            log.warning("what servers hold is not compared (runtime.verify_weights): %s", error)
+            return None
+        return {f"{i}.{name}": value for i, rank in enumerate(ranks) for name, value in rank.checksums.items()}
+
+    async def read_again(self) -> None:
+        """Have the server read the weights that it has from their folder; requests go on where they were."""
+        folder, paused = self.weights.folder, not self._go.is_set()
+        self._go.clear()
+
+        async def read(client: SglangClient) -> None:
+            if not paused:
+                await client.pause("in_place")
+            await client.read_again(folder)
+
+        await self._persist(read)
+        if not paused:
+            await self.resume()
+
     async def _received(self, client: SglangClient, weights: ServedWeights, broadcast: Broadcast) -> bool:
         """Take weights that are broadcast. False where that has failed and the server lives. Raises SglangError; where
         the server is dead, or stuck, it is started with the new weights next."""
@@ -347,7 +378,7 @@ class Serving:
             await client.abort_all()  # again: one may have been on its way
             await asyncio.sleep(ABORT_SECONDS)
 
-    async def _persist(self, call: Callable[[SglangClient], Awaitable[None]]) -> None:
+    async def _persist(self, call: Callable[[SglangClient], Awaitable[T]]) -> T:
         """A call to the server; to the next one where it is dead."""
         while True:
             client = await self._living()

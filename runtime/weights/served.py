@@ -31,6 +31,7 @@ from realgraph.runtime.rollout.weights.broadcast import (
     buckets_of,
 )
 from realgraph.runtime.rollout.weights.staged import StagedWeights, checksums_of
+from realgraph.runtime.weights.held import HeldWeights
 from realgraph.runtime.weights.movement import Between, Movement, role_path
 from realgraph.runtime.wire.protocol import ArrivedBytes, Reallocate
 
@@ -50,12 +51,15 @@ class ServedCall:
         self._layout = layout = job.plan.allocations[call].layout
         self._heads = tuple(head_worker(layout, rank) for rank in range(layout.dp))  # each has a server
         self._servers = Servers(layout.dp, layout.mesh.n_devices // layout.dp)
+        self._place = self._heads.index(self._member.worker) if self._member.worker in self._heads else None
         self._leader = trained.mesh.first  # of broadcasts
         seconds = job.runtime.start_seconds + job.runtime.min_deadline_seconds  # a server that has died starts anew
         self._words = UpdateWords(collectives.store, call, seconds)
         self._backend: BackendName = "nccl" if collectives.member.device.type == "cuda" else "gloo"
         self._broadcasts = job.plan.reallocation_transport.get(call) == "device"
         self._update = 0
+        self._held = HeldWeights(self._words, range(layout.dp), self._place) if self._place is not None else None
+        self._n_taken = 0  # updates of the server here
         self._staged: StagedWeights | None = None  # on the leader
         self._sender = Broadcaster(self._words, call, self._servers, collectives.member.device)
 
@@ -89,6 +93,7 @@ class ServedCall:
             else:
                 engine.prepare(moved.parts)
                 engine.switch(work.version)
+                self._verify(engine, broadcast=False)
                 if moved.sums is not None:
                     moved.sums.count(engine.checksums())
         return moved.arrived
@@ -138,11 +143,21 @@ class ServedCall:
 
     def _receive(self, version: int, engine: SglangEngine) -> None:
         """The part of a server's worker."""
-        words, place = self._words, self._heads.index(self._member.worker)
+        words, place = self._words, self._place
+        assert place is not None, "a server is its head's"
         folder = Path(words.hear(self._update, STAGED))
         buckets = buckets_of(engine.weight_specs())
         engine.receive(folder, version, Broadcast(words, self._update, self._servers, place, self._backend, buckets))
-        words.tell(self._update, f"{DONE}{place}")
+        self._verify(engine, broadcast=words.failure(self._update) is None)
+        words.tell(self._update, f"{DONE}{place}")  # its folder may go
+
+    def _verify(self, engine: SglangEngine, *, broadcast: bool) -> None:
+        """Compare what the server here holds at the updates that `runtime.verify_weights` names. Raises
+        WeightsDiffer."""
+        assert self._held is not None, "a server is its head's"
+        self._n_taken += 1
+        if self._job.runtime.verifies(self._n_taken):
+            self._held.compare(engine, broadcast=broadcast)
 
     def _agrees_on_nccl(self) -> bool:
         """Both ends have one NCCL, as the others of different versions do not understand each other."""

@@ -186,6 +186,8 @@ def test_many_broadcasts_under_load_lose_no_token_and_no_version(pair: Pair) -> 
         assert pair.failure is None
         done |= {one.id: one for one in pair.engine.take(0.0)}
     last = pair.checksums
+    pair.engine.read_again()
+    assert pair.checksums == last
     done |= taken(pair.engine, len(wanted) - len(done))
     pair.by_disk(NETWORKS[N_UPDATES % 2])
     assert pair.checksums == last

@@ -25,7 +25,7 @@ RUN: dict[str, Any] = {
         "reward": {"fn": "sevens:score"},
         "train": {"loss": {"terms": {"policy_gradient": {"off_policy": {"kind": "decoupled"}}}}},
     },
-    "runtime": {"start_seconds": START_SECONDS, "verify_weights": 10},
+    "runtime": {"start_seconds": START_SECONDS, "verify_weights": 4},
 }
 
 
@@ -47,5 +47,7 @@ def test_a_run_on_a_real_server_learns(home: Path, tmp_path: Path) -> None:
     assert last > first + 6 * error, rewards
     gaps = [value for step in steps for key, value in step.items() if key.endswith(("logprob_gap", "update_gap"))]
     assert len(gaps) >= STEPS - 1 and max(gaps) < 1e-3
+    assert "not compared" not in logs(run.folder)
     served_log = (run.folder / "logs" / "sglang-0.log").read_text()
     assert served_log.count('"POST /update_weights_from_distributed HTTP/1.1" 200') >= STEPS - 2
+    assert served_log.count('"POST /weights_checker HTTP/1.1" 200') >= 4  # of two updates, each before and after

@@ -87,6 +87,19 @@ async def broadcast_weights_are_those_from_disk(subject: Subject) -> None:
     assert_logprobs(answer, PROMPT, 1.0, [SMALL, OTHER])
 
 
+async def weights_are_read_again_under_requests_that_go_on(subject: Subject) -> None:
+    expected = await subject.client.checksums()
+    async with subject.generating(SHORTER) as running:
+        await subject.client.pause("in_place")
+        await subject.client.read_again(str(subject.folders[0]))
+        await subject.client.resume()
+        answer = await running.answer()
+    assert await subject.client.checksums() == expected
+    assert answer.n_retractions == 0
+    assert_tiled(answer, [subject.client.version])
+    assert_logprobs(answer, PROMPT, 1.0, [SMALL])
+
+
 async def broadcasts_have_to_be_announced(subject: Subject) -> None:
     if not await subject.client.begin_update():
         return  # before 0.5.21
@@ -108,6 +121,7 @@ CHECKS: tuple[Check, ...] = (
     checksums_tell_weights_apart,
     an_update_flushes_the_prefixes_unless_told_not_to,
     broadcast_weights_are_those_from_disk,
+    weights_are_read_again_under_requests_that_go_on,
     broadcasts_have_to_be_announced,
     a_group_that_is_not_there_is_refused,
 )

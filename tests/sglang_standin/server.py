@@ -3,7 +3,8 @@
 `SGLANG_STANDIN_RELEASE` is the release that it behaves as (0.5.23). `SGLANG_STANDIN_FAULT` names a file; while it holds
 one of these words, /generate does that: `garbage`, `500`, `nothing`, `half` (of a stream, or of an answer),
 `version` (tokens carry one that nobody gave), `die`. `broadcast` ends the first server that is to take one.
-`no_loads`: it knows no /v1/loads. `no_update` and `no_pause`: updates from disk, or pauses, never end.
+`no_loads`: it knows no /v1/loads. `no_update` and `no_pause`: updates from disk, or pauses, never end. Of weights that
+come from disk, `stale` takes none, and `twisted` takes one number wrong; `unchecked` knows no checksums.
 """
 
 import argparse
@@ -209,7 +210,10 @@ class Server:
         async with self.generation.updating:
             await self.generation.when_idle()
             try:
-                read_into(self.model.network, model_folder(call.body["model_path"]), "lm")
+                if self._fault() != "stale":
+                    read_into(self.model.network, model_folder(call.body["model_path"]), "lm")
+                if self._fault() == "twisted":
+                    next(self.model.network.parameters()).view(-1)[-1:] += 1.0
             except (ConfigError, OSError, SafetensorError) as error:
                 return of_json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
             self.model_path = call.body["model_path"]
@@ -264,6 +268,8 @@ class Server:
         return of_json({"success": True, "message": "", "new_version": call.body["new_version"]})
 
     async def _checksums(self, call: Call) -> Answer:
+        if self._fault() == "unchecked":
+            return of_json({"detail": "Not Found"}, 404)
         raw = {n: p.detach().contiguous().view(torch.uint8) for n, p in self.model.network.named_parameters()}
         sums = {name: hashlib.sha256(values.numpy().tobytes()).hexdigest() for name, values in raw.items()}
         whole = hashlib.sha256("".join(sums.values()).encode()).hexdigest()

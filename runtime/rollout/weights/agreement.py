@@ -40,6 +40,11 @@ class UpdateWords:
             pause = min(2 * pause, longest)
         return self._store.get(key).decode()
 
+    def said(self, update: int, word: str) -> str | None:
+        """A word that somebody has told; None where nobody has."""
+        key = f"{update}/{word}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
     def fail(self, update: int, why: str) -> None:
         """Give an update by broadcast up, for all."""
         if self.failure(update) is None:
@@ -47,5 +52,4 @@ class UpdateWords:
 
     def failure(self, update: int) -> str | None:
         """Reason why somebody has given it up; None where nobody has."""
-        key = f"{update}/{_FAILED}"
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        return self.said(update, _FAILED)
