@@ -288,6 +288,24 @@ def test_a_server_that_goes_silent_is_named_before_the_runs_deadline_is_over(
         server.fault()
 
 
+def test_a_queue_that_is_too_short_for_an_update_costs_no_token(folder: Path, tmp_path: Path) -> None:
+    """A pause puts running requests into it, and those that it has no place for are refused."""
+    short = ("--incremental-streaming-output", "--max-queued-requests", "1")
+    with standin(folder, tmp_path, *short) as server:
+        engine = opened(folder, RolloutSpec(engine="sglang", urls=(server.url,)), tmp_path / "run")
+        wanted = [Request(i, (5, 9, 2 + i), 400, seed=i) for i in range(4)]
+        engine.submit(wanted)
+        assert until(lambda: len(samples(engine)) == 4 and running(engine, 20), SECONDS)
+        known = {i: list(one.seen[: one.certain_seen]) for i, one in samples(engine).items()}
+        switch(engine, 1)
+        done = drained(engine, 4)
+        assert engine.close(SECONDS)
+    for request in wanted:
+        assert_exact(request, done[request.id])
+        tokens = known[request.id]
+        assert len(tokens) >= 20 and list(done[request.id].tokens[: len(tokens)]) == tokens
+
+
 def test_half_a_stream_is_asked_for_again(folder: Path, tmp_path: Path) -> None:
     with given(folder, tmp_path) as (server, engine):
         server.fault("half")

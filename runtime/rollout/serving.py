@@ -176,7 +176,8 @@ class Serving:
         self.sent += 1
         try:
             await self._answer(client, sample, version)
-        except QueueFull:
+        except QueueFull:  # of a request that runs, too: a pause puts them into the queue, as many as that holds
+            sample.lost(version)
             await asyncio.sleep(FULL_SECONDS)
         except ServerUnreachable as error:
             sample.lost(version)

@@ -1,15 +1,18 @@
 """Generation that stops and goes on: retracted, in place, or with an abort."""
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import pytest
 import torch
 
 from realgraph.runtime.engine import Request
-from realgraph.runtime.rollout.errors import CallRefused
+from realgraph.runtime.rollout.answers import Answer
+from realgraph.runtime.rollout.errors import CallRefused, QueueFull
 from tests.rollouts import full_logprobs
 from tests.sglang_conformance.subject import (
     LONG,
+    MAX_QUEUED,
     OTHER,
     PROMPT,
     SECONDS,
@@ -35,6 +38,18 @@ async def a_retracted_request_goes_on_under_the_new_weights(subject: Subject) ->
     assert answer.reason == "length" and len(answer.tokens) == SHORTER and answer.n_retractions == 1
     assert_tiled(answer, [before, after])
     assert_logprobs(answer, PROMPT, 1.0, [SMALL, OTHER])
+
+
+async def retracted_requests_beyond_the_queue_are_refused(subject: Subject) -> None:
+    """They are put into it, and it takes no more of them than of new ones."""
+    async with AsyncExitStack() as running:
+        requests = [await running.enter_async_context(subject.generating()) for _ in range(MAX_QUEUED + 2)]
+        await subject.client.pause("retract")
+        await subject.client.abort_all()
+        ends = await asyncio.gather(*(one.task for one in requests), return_exceptions=True)
+        await subject.client.resume()
+    assert sum(isinstance(end, QueueFull) for end in ends) == 2, ends
+    assert sum(isinstance(end, Answer) and end.reason == "abort" for end in ends) == MAX_QUEUED, ends
 
 
 async def several_updates_within_one_answer_are_told_apart(subject: Subject) -> None:
@@ -116,6 +131,7 @@ async def pausing_and_resuming_twice_is_as_once(subject: Subject) -> None:
 
 CHECKS: tuple[Check, ...] = (
     a_retracted_request_goes_on_under_the_new_weights,
+    retracted_requests_beyond_the_queue_are_refused,
     several_updates_within_one_answer_are_told_apart,
     in_place_requests_go_on_with_the_old_cache,
     a_cache_that_is_in_use_is_not_flushed,

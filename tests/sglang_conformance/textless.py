@@ -4,7 +4,7 @@ import asyncio
 
 from realgraph.runtime.rollout.answers import Answer
 from realgraph.runtime.rollout.errors import ServerUnreachable
-from tests.sglang_conformance.subject import LONG, MAX_RUNNING, Check, Running, Subject, request
+from tests.sglang_conformance.subject import LONG, MAX_QUEUED, Check, Running, Subject, request
 
 MOST_TRIES = 20
 
@@ -15,7 +15,7 @@ async def streams_of_waiting_requests_that_are_aborted_break_off(subject: Subjec
     server = await subject.client.server_info()
     assert server.incremental_streaming_output and server.skip_tokenizer_init and not server.streams
     for _ in range(MOST_TRIES):
-        streams = [Running(subject.client, request(LONG)) for _ in range(MAX_RUNNING - 2)]
+        streams = [Running(subject.client, request(LONG)) for _ in range(MAX_QUEUED - 1)]  # a pause queues all
         whole = asyncio.create_task(subject.client.generate(request(LONG)))
         for stream in streams:
             await stream.begun.wait()

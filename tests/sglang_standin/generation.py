@@ -19,6 +19,7 @@ from realgraph.runtime.engine import Completion, Request
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 
 IDLE_SECONDS = 0.002
+FULL = "The request queue is full."
 QUEUED = "Abort in waiting queue"  # the message of a request that was aborted before it ran, or ran again
 
 
@@ -73,7 +74,7 @@ class Generation:
         if max(tokens) >= vocabulary:
             os._exit(1)  # IndexError: index out of range in self, in the scheduler
         if len(self.live) >= self.batch._most_slots + self.most_waiting:
-            raise OverflowError("The request queue is full.")
+            raise OverflowError(FULL)
         self._numbers += 1
         stops = frozenset(() if sampling.get("ignore_eos") else (sampling.get("stop_token_ids") or ()))
         given = sampling.get("stop") or ()
@@ -197,8 +198,15 @@ class Generation:
                 self.abort(None)
                 await asyncio.sleep(1.0 if self.live else 0.0)
         elif mode == "retract":
-            for live in self.live.values():
-                live.retractions += any(s.request is live.request for s in self.batch._running)
+            running = [
+                live for live in self.live.values() if any(s.request is live.request for s in self.batch._running)
+            ]
+            room = max(0, self.most_waiting - (len(self.live) - len(running)))
+            for live in running[:room]:
+                live.retractions += 1
+            for live in running[room:]:
+                self.batch.abort([live.request.id])
+                self._end(live, {"refused": FULL})
             self.batch._forget()
 
     def flush(self) -> bool:

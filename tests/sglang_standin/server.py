@@ -123,6 +123,8 @@ class Server:
             return Answer(events=self._stream(live, fault), cut=1 if fault == "half" else None)
         meta = await live.done
         watch.cancel()
+        if "refused" in meta:
+            return refused(meta["refused"], 503)
         answer = of_json(self._answer(meta, fault))
         return Answer(200, answer.body, headers=answer.headers, cut=40 if fault == "half" else None)
 
@@ -160,6 +162,10 @@ class Server:
                 yield event({**meta, "finish_reason": None}, sent)
                 sent = len(made[0])
         end = live.done.result()
+        if "refused" in end:
+            yield {"error": {"message": end["refused"], "code": 503}}
+            yield "[DONE]"
+            return
         waits, queued = len(end["output_ids"]) > sent, end["finish_reason"].get("message") == QUEUED
         if textless and waits and queued:
             raise KeyError("text")  # it joins the texts of parts that wait to be sent, where the last alone has one
