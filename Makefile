@@ -59,14 +59,16 @@ test-hosts: $(VENV)/hosts
 	$(PYTEST) -q -rs --durations=10 --numprocesses=2 --dist=worksteal tests/hosts
 
 # SGLang asks for other versions than ours of nearly everything, so it has an environment of its own. It starts anew
-# when the pins change. What they ask for themselves is left out: CUDA's packages, and another torch.
+# when the pins change. What they ask for themselves is left out: CUDA's packages, and another torch. `ready` has the
+# seconds that it took, which the tests tell at their end beside their own.
 $(VENV)/sglang/ready: tests/sglang/requirements.txt
 	rm -rf $(VENV)/sglang
+	mkdir -p $(VENV)/sglang && date +%s > $(VENV)/sglang/began
 	$(PYTHON) -m venv $(VENV)/sglang
 	$(VENV)/sglang/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(VENV)/sglang/bin/python -m pip install --quiet --disable-pip-version-check \
 		--no-deps --require-hashes --requirement tests/sglang/requirements.txt
-	touch $@
+	echo $$(( $$(date +%s) - $$(cat $(VENV)/sglang/began) )) > $@
 
 test-sglang: $(VENV)/ready
 	@if $(MAKE) $(VENV)/sglang/ready; then \

@@ -1,5 +1,6 @@
 """The stand-in for an SGLang server passes the checks of real ones; besides: older releases, and what ends servers."""
 
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -9,11 +10,12 @@ import pytest
 
 from realgraph.runtime.rollout.server import ServerProcess, ServerSpec
 from tests import tiny
+from tests.sglang.durations import BUILD_SECONDS, TEST_SECONDS, build_seconds, durations
 from tests.sglang.servers import ARGUMENTS, save_models, started
 from tests.sglang_conformance import textless as without_texts
 from tests.sglang_conformance.checks import CHECKS
 from tests.sglang_conformance.subject import Check, Subject, run
-from tests.sglang_server import StandIn, interpreter, standin, wait_ready
+from tests.sglang_server import ROOT, StandIn, interpreter, standin, wait_ready
 from tests.waiting import until
 
 
@@ -88,3 +90,22 @@ def test_what_ends_a_server_ends_this_one(
             pool.submit(server.ask, "/release_memory_occupation", {})
         assert until(lambda: not server.process.is_alive())
         assert one.exception(10) is not None
+
+
+def test_what_the_tests_of_real_servers_take_is_told_and_warned_of(tmp_path: Path) -> None:
+    """Beside what their environment took, which make writes where it builds one: here of nothing."""
+    python, environment = tmp_path / "python", tmp_path / "venv" / "sglang"
+    python.write_text(f"#!/bin/sh\nmkdir {environment}/bin\ncp /bin/true {environment}/bin/python\n")
+    python.chmod(0o755)
+    make = ["make", "-s", f"VENV={tmp_path / 'venv'}", f"PYTHON={python}", str(environment / "ready")]
+    subprocess.run(make, cwd=ROOT, check=True)
+    build = build_seconds(environment / "ready")
+    assert build is not None and 0 <= build < BUILD_SECONDS
+    assert [line for line, _ in durations(119, 100)] == [
+        "building the environment took 119 s (at most 240)",
+        "the tests took 100 s (at most 360)",
+    ]
+    assert not any(late for _, late in durations(build, 100))
+    assert [late for _, late in durations(BUILD_SECONDS + 1, TEST_SECONDS + 1)] == [True, True]
+    (environment / "ready").write_text("")  # of an environment that was built before this was known
+    assert [late for _, late in durations(build_seconds(environment / "ready"), 100)] == [False]

@@ -1,5 +1,6 @@
-"""Servers that the tests share: a start costs 20 CPU seconds."""
+"""Servers that the tests share: a start costs 20 CPU seconds. At the end, what all has taken."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,8 +8,24 @@ import pytest
 
 from realgraph.runtime.rollout.server import ServerProcess
 from tests.sglang import servers
+from tests.sglang.durations import build_seconds, durations
 from tests.sglang_conformance.subject import Subject
 from tests.sglang_server import wait_ready
+
+BEGAN = pytest.StashKey[float]()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[BEGAN] = time.monotonic()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """No test fails for its time: machines differ, and this one may be busy."""
+    if (began := config.stash.get(BEGAN, None)) is None:
+        return
+    built = build_seconds(servers.PYTHON.parent.parent / "ready")
+    for line, late in durations(built, time.monotonic() - began):
+        terminalreporter.write_line(line, yellow=late)
 
 
 @pytest.fixture(scope="session")
