@@ -242,16 +242,14 @@ def refuse(ranks: LayoutRanks, folder: Path, sharding: Sharding, what: str) -> t
 @pytest.mark.parametrize("sharding", ["replicated", "fsdp"])
 @pytest.mark.parametrize("what", ["nan", "gap"])
 def test_all_ranks_refuse_together(two: RankProcesses, folders: dict[str, Path], sharding: Sharding, what: str) -> None:
-    (text, samples, same), (other_text, other_samples, other_same) = two.run(refuse, folders["tied"], sharding, what)
+    found, other = two.run(refuse, folders["tied"], sharding, what)
+    assert found == other
+    text, samples, same = found
     assert same
-    assert other_same
     if what == "nan":
         assert "loss is nan" in text
-        assert "loss is nan" in other_text
-        assert 2 in samples
-        assert other_samples == []
+        assert 2 in samples  # rank 1 names it too
     else:
-        assert text == other_text
         assert "nats away" in text
 
 

@@ -40,7 +40,7 @@ from realgraph.runtime.parallel.tensor.network import cut_network
 from realgraph.runtime.parallel.tensor.pieces import cut_of, shard_of
 from realgraph.runtime.train import files as train_files
 from realgraph.runtime.train.audit import Seen, fates
-from realgraph.runtime.train.errors import NumericsError
+from realgraph.runtime.train.errors import numerics_error
 from realgraph.runtime.train.files import HostSnapshot
 from realgraph.runtime.train.optimizer import Adam, LossScale, Masters, lr_factor
 from realgraph.runtime.train.passes import Aim, ModelPasses, PassTotals, StepShare
@@ -161,7 +161,7 @@ class TorchTrainEngine:
                 break
             if not (bool(loss.isfinite()) and self.scale.overflowed()):
                 adam.masters.zero()
-                raise _numerics_error(float(loss), float(norm), tally.blamed)
+                raise numerics_error(float(loss), float(norm), _of_all(self.ranks.mesh, tally.blamed))
         settle()
         self._reshard()  # where `settle` has made a forward pass
         limit = self.settings.optimizer.max_grad_norm
@@ -387,8 +387,10 @@ def _nothing() -> None:
     """Nobody else needs the weights as they are."""
 
 
-def _numerics_error(loss: float, norm: float, samples: tuple[int, ...]) -> NumericsError:
-    what = f"the loss is {loss}" if loss - loss != 0 else f"the gradient norm is {norm}"
-    shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
-    where = f"; samples {shown}" if samples else ""
-    return NumericsError(f"{what} before the optimizer step, which was not taken{where}", samples)
+def _of_all(ranks: Ranks, own: Sequence[int]) -> tuple[int, ...]:
+    """The numbers that any of the ranks has, ascending, none below 0. Collective."""
+    n = int(ranks.collect(torch.tensor([len(own)])).max())
+    if n == 0:
+        return ()
+    padded = torch.tensor([*own, *[-1] * (n - len(own))])
+    return tuple(sorted({*ranks.collect(padded).view(-1).tolist()} - {-1}))
