@@ -21,9 +21,10 @@ class HeldWeights:
         self._words, self._places, self._place = words, places, place
         self._before: tuple[str, str] | None = None  # of the weights compared last: as given, as held
 
-    def compare(self, engine: SglangEngine, *, broadcast: bool) -> None:
+    def compare(self, engine: SglangEngine, *, broadcast: bool, together: bool = True) -> None:
         """Look at the weights that the server has now; where its release tells no checksums, do nothing. broadcast:
-        they came so, and lie in its folder, too."""
+        they came so, and lie in its folder, too. together: all servers of the call take them; else a worker may be
+        gone, and with it the store of the words."""
         held = engine.held_checksums()
         if held is None:
             return
@@ -36,6 +37,8 @@ class HeldWeights:
         if self._before is not None and self._before[0] != given and self._before[1] == mine and not engine.quantized:
             raise self._differ(engine, "holds what it held before, though it was given other weights")
         self._before = given, mine
+        if not together:
+            return
         self._words.tell(engine.version, f"{SUMS}{self._place}", mine)
         for other in self._places:  # whoever is the last to tell sees them all, so nobody has to wait
             said = self._words.said(engine.version, f"{SUMS}{other}")

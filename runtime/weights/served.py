@@ -93,7 +93,7 @@ class ServedCall:
             else:
                 engine.prepare(moved.parts)
                 engine.switch(work.version)
-                self._verify(engine, broadcast=False)
+                self._verify(engine, broadcast=False, together=heads == self._heads)
                 if moved.sums is not None:
                     moved.sums.count(engine.checksums())
         return moved.arrived
@@ -151,13 +151,13 @@ class ServedCall:
         self._verify(engine, broadcast=words.failure(self._update) is None)
         words.tell(self._update, f"{DONE}{place}")  # its folder may go
 
-    def _verify(self, engine: SglangEngine, *, broadcast: bool) -> None:
+    def _verify(self, engine: SglangEngine, *, broadcast: bool, together: bool = True) -> None:
         """Compare what the server here holds at the updates that `runtime.verify_weights` names. Raises
         WeightsDiffer."""
         assert self._held is not None, "a server is its head's"
         self._n_taken += 1
         if self._job.runtime.verifies(self._n_taken):
-            self._held.compare(engine, broadcast=broadcast)
+            self._held.compare(engine, broadcast=broadcast, together=together)
 
     def _agrees_on_nccl(self) -> bool:
         """Both ends have one NCCL, as the others of different versions do not understand each other."""
