@@ -90,7 +90,7 @@ def train_wrongly(ranks: LayoutRanks, case: Case, models: Path, mistake: str) ->
 def test_each_mistake_is_found(
     four: RankProcesses, models: Path, mistake: str, model: str, loss: str, layout: str
 ) -> None:
-    case = Case(model, loss, "float64", LAYOUTS[layout])
+    case = Case(model, loss, "float64", LAYOUTS[layout], epochs=1)
     one = alone(case, models)
     found = four.run(train_wrongly, case, models, mistake)
     with pytest.raises(AssertionError):
