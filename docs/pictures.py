@@ -13,6 +13,7 @@ from pathlib import Path
 
 from realgraph.commands.graph import graph_command
 from realgraph.plan.command import asked_for, print_plan
+from realgraph.plan.costs import PlanCosts
 from realgraph.plan.options import PlanOptions
 from realgraph.planner.search.search import search
 from realgraph.run_file.compose import check_run
@@ -38,7 +39,7 @@ def main(run: Path | None) -> None:
     """Write grpo.svg, plan.svg, staleness.svg and quickstart.svg beside this file."""
     graph_command("grpo", (), None, DOCS / "grpo.svg")
     checked = check_run(PLANNED)
-    request = asked_for(checked, PlanOptions())
+    request = asked_for(checked, PlanOptions(), PlanCosts())
     console = recording(128)
     print_plan(search(request), checked, request, console)
     save(console, f"realgraph plan {PLANNED.relative_to(DOCS.parent)}", DOCS / "plan.svg")
