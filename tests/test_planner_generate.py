@@ -132,20 +132,31 @@ def test_decoding_one_sequence_reads_the_weights_once_a_token() -> None:
 
 
 def test_experts_that_lie_whole_on_two_of_four_ranks_are_read_as_such() -> None:
-    """With ep 2 in tp 4 a serving engine cuts experts in four, one that keeps them whole in two."""
+    """With ep 2 in tp 4 a serving engine cuts experts in four; one that keeps them whole reads them on two ranks, where
+    half of the rows meet, and its ranks compute as many rows, each its share."""
     cut = setting("Qwen/Qwen3-30B-A3B", devices=4, tp=4)
     cut = replace(cut, layout=replace(cut.layout, ep=2))
     whole = replace(cut, cuts_served_experts=False)
     routed = 48 * 128 * 3 * 768 * 2048  # layers, experts, matrices of each
     read = 2 * routed / 2 / (3.35e12 * 0.85) * (1 + EXPERT_HALF_COLUMNS / 768)
     assert decode_step(whole).expert_read == pytest.approx(read)
-    assert decode_step(whole).expert_token == pytest.approx(2 * decode_step(cut).expert_token)
-    assert decode_step(whole).group == decode_step(cut).group == 1
-    for ep in (1, 4, 8):
+    assert (decode_step(cut).group, decode_step(whole).group) == (1.0, 0.5)
+    for ep in (1, 2, 4, 8):
         layout = replace(cut.layout, ep=ep)
         both = [decode_step(replace(point, layout=layout)) for point in (cut, whole)]
         assert [step.expert_token for step in both] == [both[0].expert_token] * 2
-        assert [step.group for step in both] == [ep / 4 if ep > 4 else 1.0] * 2
+        assert ep == 2 or [step.group for step in both] == [ep / 4 if ep > 4 else 1.0] * 2
+
+
+@pytest.mark.parametrize(("ep", "cut", "whole"), [(1, 0, 0), (2, 0, 1), (4, 0, 1), (8, 1, 1)])
+def test_rows_go_to_experts_that_lie_whole_on_ranks_of_one_replica_too(ep: int, cut: int, whole: int) -> None:
+    """At tp 4: two all-to-all a layer, with ep up to tp of engines alone that cut no experts there."""
+    alone = setting("Qwen/Qwen3-30B-A3B", devices=8, tp=4)
+    for cuts, sends in ((True, cut), (False, whole)):
+        steps = [
+            decode_step(replace(alone, layout=replace(alone.layout, ep=n), cuts_served_experts=cuts)) for n in (1, ep)
+        ]
+        assert (steps[1].fixed > steps[0].fixed, steps[1].sequence > steps[0].sequence) == (sends, sends)
 
 
 def test_a_step_by_hand() -> None:

@@ -60,7 +60,7 @@ class DecodeStep(Struct, frozen=True, eq=False):
     unchosen: float = 0.0  # logarithm of the probability that one token passes an expert over
     experts: int = 0  # of a layer
     chosen: int = 0  # of one token
-    group: float = 1.0  # replicas whose tokens meet at the same experts
+    group: float = 1.0  # replicas whose tokens meet at the same experts; less where those of one meet in several places
 
     def __call__(self, running: Floats, context: Floats) -> Floats:
         """Seconds of a step of `running` sequences, each `context` tokens long.
@@ -103,10 +103,8 @@ def decode_step(setting: Setting) -> DecodeStep:
     weight = setting.engine.weight_bytes or setting.element
     rate = setting.engine.product_speedup * setting.flops * costs.gemm * width / (width + costs.gemm_width)
     experts = model.experts if model.expert_layers else 0
-    cuts = setting.cuts_served_experts
-    ranks = served_expert_ranks(layout) if cuts else trained_expert_ranks(layout)
-    whole = layout.ep > (layout.tp if cuts else 1)  # experts lie whole on their ranks
-    slices = model.expert_intermediate / (1 if whole else layout.tp)
+    ranks = served_expert_ranks(layout) if setting.cuts_served_experts else trained_expert_ranks(layout)
+    slices = model.expert_intermediate / (1 if _experts_whole(setting) else layout.tp)
     routed = model.expert_layers * model.expert_params()
     dense = model.active_params() - model.experts_per_token * routed + model.hidden * model.vocab
     direct, ring = _allreduces(setting)
@@ -135,13 +133,11 @@ def decode_step(setting: Setting) -> DecodeStep:
         / ranks
         / (bandwidth * costs.memory)
         * (1 + EXPERT_HALF_COLUMNS / max(1, slices)),
-        expert_token=(
-            2 * model.experts_per_token * routed / min(ranks, layout.tp) / (rate * GROUPED_RATE) if experts else 0.0
-        ),
+        expert_token=2 * model.experts_per_token * routed / layout.tp / (rate * GROUPED_RATE) if experts else 0.0,
         unchosen=math.log1p(-model.experts_per_token / experts) if experts > model.experts_per_token else -50.0,
         experts=experts,
         chosen=model.experts_per_token,
-        group=max(1.0, ranks / layout.tp),
+        group=ranks / layout.tp,
     )
 
 
@@ -202,11 +198,11 @@ def _allreduces(setting: Setting) -> tuple[tuple[float, float], tuple[float, flo
 
 
 def _exchanges(setting: Setting) -> tuple[float, float]:
-    """Seconds a step, and a sequence, of what passes between replicas that share experts: a dispatch and a combine a
-    layer, each as in training (see `exchange_seconds`)."""
+    """Seconds a step, and a sequence, of what passes between ranks that have whole experts, each with its share of the
+    rows: a dispatch and a combine a layer, each as in training (see `exchange_seconds`)."""
     model, layout, costs = setting.model, setting.layout, setting.costs
     latency, traffic = 0.0, 0.0
-    if layout.ep > layout.tp and model.expert_layers:
+    if _experts_whole(setting) and model.expert_layers:
         row = setting.element * model.hidden / layout.tp
         one = exchange_seconds(setting, row, layout.ep, axis_link(setting, layout.ep, 1, "exchange"))
         latency += (
@@ -216,6 +212,12 @@ def _exchanges(setting: Setting) -> tuple[float, float]:
         )
         traffic += 2 * model.expert_layers * one
     return latency, traffic
+
+
+def _experts_whole(setting: Setting) -> bool:
+    """True where experts lie whole on ranks, and rows go to them; else every rank has a slice of all that its replica
+    has, and the sum over tp ranks is all that passes."""
+    return setting.layout.ep > (setting.layout.tp if setting.cuts_served_experts else 1)
 
 
 def slowest_stage(setting: Setting) -> float:
