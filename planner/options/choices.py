@@ -39,7 +39,6 @@ CACHE_RUNGS = 6  # sizes of a generate call's cache, each half of the one before
 MOST_STAGES = 32  # of a pipeline that trains
 MOST_FORWARD_STAGES = 4  # of one that only infers
 CONTEXT_TOKENS = 8192  # of a sample on each context-parallel rank, at least
-EXPERT_RANKS = (1, 4, 8, 16, 32, 64)  # that experts may be spread over
 FORWARD_MICROBATCH_TOKENS = (8192, 32768)  # sizes of micro-batches that only infer, beside the longest sample
 WIDE_TP_NODES = 4  # nodes that one generating replica may span where no node holds the weights
 FULL_NODE_FRACTION = 0.6  # of a node's memory: weights beyond it make a replica span nodes
@@ -188,27 +187,31 @@ def _context_ranks(request: PlanRequest, call: str, devices: int, cluster: Clust
 
 
 def _with_experts(request: PlanRequest, call: str, layout: Layout) -> Iterator[Layout]:
-    """The layout and its expert-parallel kin, each whole and sharded; the search spreads experts over data-parallel
-    ranks, and over all devices of a stage, or of a server, where that is pinned."""
+    """The layout and its expert-parallel kin, each whole and sharded."""
+    generates = isinstance(request.graph.calls[call], Generate)
+    asked = layout.mesh.n_devices == 1 and request.pins.get(call, Pin()).sharding == "fsdp"  # one rank has all shards
+    for ep in _expert_ranks(request, call, layout):
+        spread = replace(layout, ep=ep)
+        yield spread
+        if not generates and (layout.dp * layout.cp > 1 or asked):
+            yield replace(spread, sharding="fsdp")
+
+
+def _expert_ranks(request: PlanRequest, call: str, layout: Layout) -> list[int]:
+    """Divisors of the experts and of a stage's devices, dp, cp and tp together; of a server's, where it serves them."""
     model, pinned = request.model(call), request.pins.get(call, Pin()).ep
-    sizes: Sequence[int] = EXPERT_RANKS if "ep" in _axes(request, call) else (1,)
-    if pinned:
-        sizes = (pinned,)
-    elif request.cluster.is_cpu and "ep" in _axes(request, call):  # as of tp: no formula knows what it takes there
-        sizes = (1,) if isinstance(request.graph.calls[call], Generate) else _asked(request, call, "ep")
     generates = isinstance(request.graph.calls[call], Generate)
     served = generates and request.engine.experts_in_replica
-    if served and not pinned:
-        sizes = (1,)  # tp cuts experts already: no formula tells them apart
-    asked = layout.mesh.n_devices == 1 and request.pins.get(call, Pin()).sharding == "fsdp"  # one rank has all shards
-    for ep in sizes:
-        stage = layout.dp * layout.cp * layout.tp if pinned or request.cluster.is_cpu else layout.dp
-        wide = layout.tp if served else stage
-        if wide % ep == 0 and not any(shape_faults(model, tp=1, pp=1, ep=ep)):
-            spread = replace(layout, ep=ep)
-            yield spread
-            if not generates and (layout.dp * layout.cp > 1 or asked):
-                yield replace(spread, sharding="fsdp")
+    wide = layout.tp if served else layout.dp * layout.cp * layout.tp
+    if pinned:
+        sizes = [pinned]
+    elif "ep" not in _axes(request, call) or served:  # tp cuts experts already: no formula tells them apart
+        sizes = [1]
+    elif request.cluster.is_cpu:  # as of tp: no formula knows what it takes there
+        sizes = [1] if generates else _asked(request, call, "ep")
+    else:
+        sizes = [1, *(ep for ep in range(2, min(wide, model.experts) + 1) if model.experts % ep == 0)]
+    return [ep for ep in sizes if wide % ep == 0 and not any(shape_faults(model, tp=1, pp=1, ep=ep))]
 
 
 # --- micro-batches ----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from realgraph.graphs.spec import Generate
 from realgraph.planner.costs.compute.move import (
+    LEAST_SHARE,
     Copies,
     copies_of,
     fastest_transports,
@@ -17,6 +18,8 @@ from realgraph.planner.costs.compute.move import (
     received,
 )
 from realgraph.planner.costs.setting import Setting
+from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.inputs.devices import device_kind
 from realgraph.planner.options.pricing import PricedOption, factors_of
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.plan import TRANSPORTS, Transport
@@ -83,18 +86,69 @@ def longest_moves(request: PlanRequest, call: str, place: Place) -> Floats:
     From other nodes, or through host memory; and where fewer devices train than receive, no faster than they can send.
     """
     cluster, there = request.cluster.groups[place.group], _copies(request, call, place)
-    params = request.model(call).n_params(request.role(call).head)
-    senders = max(1, int(STATE_BYTES * params / max(group.memory_bytes for group in request.cluster.groups)))
-    seconds = reallocation_seconds(there, cluster.nodes > 1)
-    links = "device" in _transports(request, call)
-    if "train" in request.engine.offload or not links:
-        seconds = seconds + there.taken[there.cut] / there.host
+    slowest = replace(there, nic=min(_nic_bytes_per_s(request, group) for group in request.cluster.groups))
+    seconds = reallocation_seconds(slowest, cluster.nodes > 1)
     if request.cluster.nodes > 1 or request.cluster.more:
-        seconds = seconds + there.whole / senders / there.nic
+        seconds = seconds + there.whole / _fewest_senders(request, call) / slowest.nic
+    return corrected(request, seconds + _host_seconds(request, call, there, resident=False), place)
+
+
+def _host_seconds(request: PlanRequest, call: str, there: Copies, *, resident: bool) -> Floats:
+    """Per option, seconds that the way through host memory takes at most, 0 where no move goes there. resident: of
+    moves of trained weights that lie on devices."""
+    links = "device" in _transports(request, call)
+    if links and (resident or "train" not in request.engine.offload):
+        return np.zeros(len(there.cut))
+    seconds = there.taken[there.cut] / there.host
     if not links:
-        sent = there.whole / senders
+        sent = there.whole / _fewest_senders(request, call)
         seconds = seconds + max(offload_seconds(one, sent, factors_of(request, one)) for one in request.cluster.groups)
-    return corrected(request, seconds, place)
+    return np.asarray(seconds)
+
+
+def _fewest_senders(request: PlanRequest, call: str) -> int:
+    """Devices that train the weights of a call, at least."""
+    params = request.model(call).n_params(request.role(call).head)
+    return max(1, int(STATE_BYTES * params / max(group.memory_bytes for group in request.cluster.groups)))
+
+
+def _nic_bytes_per_s(request: PlanRequest, group: Cluster) -> float:
+    """Bytes a second of each device of a group to other nodes."""
+    return group.nic_bytes_per_s * (factors_of(request, group) or device_kind(group.kind).costs).nic
+
+
+class LongerMoves(Struct, frozen=True, eq=False):
+    """Seconds that moves from one option of a call that trains take longer than from another on the same mesh, to
+    whatever option of the calls that read the weights: at most `more` of the one and `less` of the other together."""
+
+    more: Floats
+    less: Floats
+
+
+def longer_moves(request: PlanRequest, targets: Mapping[str, Sequence[Place]], source: Place) -> LongerMoves:
+    """Per option of a source. targets: of each call that reads its weights, all its places.
+
+    Where a target's nodes are none of the source's, or a move begins in host memory, all layouts of a source do alike.
+    Else a layout can spare a node's cards no more than a node of the source holds under it, and the devices no more
+    than all that they get.
+    """
+    away = np.array([option.candidate.residency == "offloaded" for option in source.options])
+    more, less = np.zeros(len(away)), np.zeros(len(away))
+    for call, places in targets.items():
+        held = _copies(request, call, source)
+        spared = np.minimum(held.whole, held.node_bytes[held.cut] + LEAST_SHARE * held.whole)
+        inside, outside, cards = 0.0, 0.0, np.zeros(len(away))
+        for place in places:
+            there = _copies(request, call, place)
+            rest = reallocation_seconds(there, far=False)
+            both = [rest + _host_seconds(request, call, there, resident=resident) for resident in (True, False)]
+            near, far = (float(corrected(request, seconds, place).max()) for seconds in both)
+            inside, outside = max(inside, near), max(outside, far)
+            if request.cluster.nodes > 1 or request.cluster.more:
+                seconds = spared / min(there.per_node, held.per_node) / there.nic
+                cards = np.maximum(cards, corrected(request, seconds, place))
+        more, less = more + np.where(away, outside, inside), less + cards
+    return LongerMoves(more, less)
 
 
 class Moves:

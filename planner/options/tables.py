@@ -21,7 +21,7 @@ from realgraph.planner.options.constraints import named_meshes, server_meshes
 from realgraph.planner.options.couplings import free_floor, moves_of, precedences, readers, ties_of, train_calls
 from realgraph.planner.options.footprints import copy_of
 from realgraph.planner.options.meshes import Family, family
-from realgraph.planner.options.moves import Moves, Place, longest_moves
+from realgraph.planner.options.moves import LongerMoves, Moves, Place, longer_moves, longest_moves
 from realgraph.planner.options.pricing import PricedOption, Timed, options_of
 from realgraph.planner.options.pruning import TableRows, kept_rows
 from realgraph.planner.plan.layout import DeviceMesh
@@ -151,7 +151,7 @@ class _Tables:
         self._made: dict[Key, int | None] = {}
         self.tables: list[tuple[PricedOption, ...]] = []
         self.layouts: dict[tuple[object, ...], int] = {}
-        self._longest: dict[str, float] = {}  # reader -> seconds of its longest move
+        self._places: dict[str, list[Place]] = {}  # of calls that read trained weights, with the options that are kept
         self._saved: dict[Spot, tuple[int, int]] = {}  # bytes of a reader's copy, and of all it needs while it runs
 
     def on_meshes(self, call: str) -> dict[int, int]:
@@ -182,6 +182,9 @@ class _Tables:
         kept = kept_rows(self._rows(call, group, priced))
         options = tuple(priced) if call == self._whole else tuple(priced[i] for i in kept)
         self._remember(call, group, size, options)
+        if is_trained(self._request, self._request.graph.role(call)):
+            mesh = options[0].candidate.layout.mesh
+            self._places.setdefault(call, []).append(Place(mesh, group, options))
         return options
 
     def _priced(self, call: str, group: int, size: int) -> list[PricedOption]:
@@ -219,17 +222,14 @@ class _Tables:
         if is_trained(request, role):
             if isinstance(request.graph.calls[call], Train):
                 return self._train_rows(call, Place(mesh, group, options), table)
-            slack = longest_moves(request, call, Place(mesh, group, options))
-            self._longest[call] = max(self._longest.get(call, 0.0), float(slack.max()))
-            return TableRows(table, slack)
+            return TableRows(table, longest_moves(request, call, Place(mesh, group, options)))
         alone = len(readers(request, role)) == 1
         return TableRows(table) if alone else TableRows(table, np.zeros(len(table)), bonus=table.resident)
 
     def _train_rows(self, call: str, place: Place, table: OptionTable) -> TableRows:
         """The meaning of a train call's layouts for the calls that read the trained weights.
 
-        A copy may save whole moves: it may be read in place, or its devices may hold all the slices that others get.
-        States in host memory may cost a whole move more.
+        A copy may save moves: it may be read in place, or its devices may hold slices that others get.
         """
         request, spot = self._request, (place.group, place.mesh.n_devices)
         names = readers(request, request.graph.role(call))
@@ -239,16 +239,21 @@ class _Tables:
             )  # both calls must be left the same layouts to choose from
         if not names:
             return TableRows(table)
-        most = sum(self._longest.get(name, 0.0) for name in names)
-        edge = np.full(len(table), most)
         bonus, beside = np.zeros(len(table), dtype=np.int64), np.zeros(len(table), dtype=np.int64)
         for i, number in enumerate(table.layout):
             copies = [self._saved.get((name, *spot, int(number))) for name in names]
             shared = [one for one in copies if one is not None]
             bonus[i] = sum(nbytes for nbytes, _ in shared)
             beside[i] = max((nbytes for _, nbytes in shared), default=0)
-        away = np.array([option.candidate.residency == "offloaded" for option in place.options])
-        return TableRows(table, np.where(away, most, 0.0), edge, bonus, beside)
+        longer = self._longer(place, table.layout, names)
+        return TableRows(table, longer.more, longer.less, bonus, beside)
+
+    def _longer(self, place: Place, layouts: Ints, names: Sequence[str]) -> LongerMoves:
+        """See `longer_moves`: of each option of a call that trains."""
+        _, first, number = np.unique(layouts, return_index=True, return_inverse=True)
+        each = replace(place, options=[place.options[i] for i in first])
+        found = longer_moves(self._request, {name: self._places.get(name, []) for name in names}, each)
+        return LongerMoves(found.more[number], found.less[number])
 
     def _remember(self, call: str, group: int, size: int, options: Sequence[PricedOption]) -> None:
         """Keeps of a call that reads weights what it needs, and what it would save by sharing the trained copy."""

@@ -121,7 +121,7 @@ def megatron(
     for task in problem.tasks:
         layouts = problem.tables[task.tables[mesh]].layout
         offered[task.role] &= {shapes[int(number)] for number in layouts}
-    plain = {role: {s for s in own if s.cp == 1 and s.ep == _experts(own)} for role, own in offered.items()}
+    plain = {role: {s for s in own if s.cp == 1} for role, own in offered.items()}
     wide = {role: max((s.tp for s in own if s.tp <= NODE_RANKS), default=0) for role, own in plain.items()}
     stages = sorted({s.pp for own in plain.values() for s in own})
     for most in stages:
@@ -133,14 +133,10 @@ def megatron(
 
 
 def _deepest(shapes: Iterable[LayoutShape], tp: int, most: int) -> set[LayoutShape]:
-    """The shapes with this tensor parallelism with the most stages up to `most`."""
-    stages = max((shape.pp for shape in shapes if shape.tp == tp and shape.pp <= most), default=0)
-    return {shape for shape in shapes if (shape.tp, shape.pp) == (tp, stages)}
-
-
-def _experts(shapes: Iterable[LayoutShape]) -> int:
-    """The most expert parallelism on offer: experts are spread before anything else is."""
-    return max((shape.ep for shape in shapes if shape.cp == 1), default=1)
+    """The shape with this tensor parallelism with the most stages up to `most`, and experts on as many ranks as that
+    leaves."""
+    deep = max((shape for shape in shapes if shape.tp == tp and shape.pp <= most), default=None)  # in order of pp, ep
+    return set() if deep is None else {deep}
 
 
 def colocated(problem: SearchProblem, limits: Limits = RULE_LIMITS) -> Baseline | None:
