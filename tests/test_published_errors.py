@@ -1,6 +1,7 @@
 """The spread of measured seconds: what is learnt covers what it must and is no wider, and is what plans print."""
 
 import json
+import math
 import random
 from pathlib import Path
 
@@ -124,7 +125,12 @@ def test_what_was_measured_has_the_bar_that_measurements_tell() -> None:
         "generate": PhaseFactor(error=0.01, count=9),
     }
     measured = replace(asked, costs=CostTable(phases=phases))
-    assert period_error(measured, search(measured)) < 0.02 < shipped
+    step, plain = SPREADS["step"]["plain"], SPREADS["train"]["plain"]
+    assert step < period_error(measured, search(measured)) < math.hypot(step, SPREADS["generate"]["plain"]) + 1e-9
+    assert period_error(measured, search(measured)) <= shipped
+    assert search(measured).allocations["train"].error == plain  # not 0.01: another run would differ by more
+    wide = replace(asked, costs=CostTable(phases={"train": PhaseFactor(error=0.5, count=9)}))
+    assert search(wide).allocations["train"].error == 0.5
     cpu = request(grpo("bfloat16"), machine=cluster("cpu", 2), model="Qwen/Qwen3-0.6B", workload=SMALL)
     cpu = replace(cpu, models={"actor": replace(cpu.models["actor"], layers=2, vocab=1024)})
     guessed = search(cpu).allocations["train"].error

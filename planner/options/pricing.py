@@ -15,7 +15,7 @@ from realgraph.planner.costs.generate.refined import IntervalCuts, StreamWindow
 from realgraph.planner.costs.generate.rollout import Stream, Variant, offered_variants, stream_of
 from realgraph.planner.costs.memory import memory
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.costs.spread import deviation_of
+from realgraph.planner.costs.spread import deviation_of, measured_deviation
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.devices import EfficiencyFactors
 from realgraph.planner.options.calls import (
@@ -265,17 +265,19 @@ def measured_there(request: PlanRequest, layout: Layout) -> CostTable:
 def corrected(request: PlanRequest, call: str, candidate: CallOption, timing: Timing, more: float) -> Timing:
     """With `more` seconds of offloading and of its inputs, and the phase's measured factor.
 
-    Where this very call was measured under this layout and workload, its measured seconds stand.
+    Where this very call was measured under this layout and workload, its measured seconds stand. The error is that of
+    the measurements, and at least what another run would differ by.
     """
+    phase = phase_of(request.graph.calls[call])
+    least = measured_deviation(phase, cpu=request.cluster.is_cpu)
     measured = _measured(request, call, candidate)
     if measured is not None:
-        return Timing(measured[0], measured[0], timing.running, measured[1])
-    phase = phase_of(request.graph.calls[call])
+        return Timing(measured[0], measured[0], timing.running, max(measured[1], least))
     factor = measured_there(request, candidate.layout).phases.get(phase, PhaseFactor())
     seconds = factor.factor * (timing.seconds + more) + factor.constant_seconds
     rest = timing.latency - timing.whole * timing.seconds
     latency = timing.whole * seconds + factor.factor * (rest + more) + factor.constant_seconds
-    error = factor.error or _formula_error(request, call, candidate)
+    error = max(factor.error, least) if factor.error else _formula_error(request, call, candidate)
     return Timing(seconds, latency, timing.running, error, timing.whole)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from math import hypot
 
-from realgraph.planner.costs.spread import SPREADS, SpreadPhase, bar_of
+from realgraph.planner.costs.spread import SPREADS, SpreadPhase, bar_of, measured_deviation
 from realgraph.planner.options.calls import free_seconds, phase_of
 from realgraph.planner.plan.plan import REALLOCATION, Plan
 from realgraph.planner.request.request import PlanRequest
@@ -25,7 +25,7 @@ def calls_error(request: PlanRequest, plan: Plan) -> float:
 def _nodes(request: PlanRequest, plan: Plan) -> Iterator[tuple[SpreadPhase, float, float]]:
     """Phase, seconds and deviation of each node of the circuit."""
     free, known = free_seconds(request), request.costs.phases.get("reallocate")
-    moves = known.error if known is not None and known.error else SPREADS["reallocate"]["plain"]
+    moves = max(known.error if known is not None else 0.0, measured_deviation("reallocate", cpu=request.cluster.is_cpu))
     for name in plan.bottleneck:
         if name in plan.allocations:
             yield phase_of(request.graph.calls[name]), plan.allocations[name].seconds, plan.allocations[name].error
@@ -36,11 +36,10 @@ def _nodes(request: PlanRequest, plan: Plan) -> Iterator[tuple[SpreadPhase, floa
 
 
 def period_error(request: PlanRequest, plan: Plan) -> float:
-    """Deviation of the period. Besides its calls' a step has one of its own, of all that lies between them; on CPUs,
-    and where a run has measured the phases, nobody has told how large that is."""
+    """Deviation of the period. Besides its calls' a step has one of its own, of all that lies between them: measuring
+    calls tells nothing of it, and on CPUs it is the one of GPUs, as no other is known."""
     calls = calls_error(request, plan)
-    told = request.cluster.is_cpu or bool(request.costs.phases) or not calls
-    return calls if told else hypot(calls, SPREADS["step"]["plain"])
+    return hypot(calls, SPREADS["step"]["plain"]) if calls else 0.0
 
 
 def period_bar(request: PlanRequest, plan: Plan) -> tuple[float, float]:
