@@ -4,9 +4,9 @@ Run from the repository root: `python -m benchmarks.planner` (eight cases), `--f
 of ReaL's chain per case, 60 unless told), `--cp-sat SECONDS` (its limit, 60 unless told), `--only NAME`. Peers:
 planner_peers.py (HybridFlow's Algorithm 1), planner_chain.py (ReaL's MCMC), planner_cp_sat.py (a constraint program,
 where ortools is installed) and the rules of planner/search/baselines.py. All see the same option tables and all but
-CP-SAT, which rounds, are timed by the same exact evaluator. The search runs with its compiled code warm; the whole
-command `realgraph plan`, in a new process, is timed beside it. Machines differ and may be busy: CPU seconds are printed
-beside wall seconds, and the limits are held against the smaller of the two.
+CP-SAT, which rounds, are timed by the same exact evaluator. Cases with staleness: planner_streams.py. The search runs
+with its compiled code warm; the whole command `realgraph plan`, in a new process, is timed beside it. Machines differ
+and may be busy: CPU seconds are printed beside wall seconds, and the limits are held against the smaller of the two.
 
 Results go to results/planner.json or results/planner_full.json. With `--tables` the problems that were solved, up to
 `LARGEST` pairs of meshes, are written to results/planner_problems/, as files that `realgraph plan --problem` reads
@@ -62,10 +62,11 @@ class Case(Struct, frozen=True):
     algorithm: str
     model: str
     devices: int
+    staleness: int = 0
 
     @property
     def name(self) -> str:
-        return f"{self.algorithm} {self.model} {self.devices}"
+        return f"{self.algorithm} {self.model} {self.devices}" + f" staleness {self.staleness}" * (self.staleness > 0)
 
     @property
     def seconds(self) -> float:
@@ -161,6 +162,7 @@ def run_file(case: Case) -> str:
         },
         "batch": {"groups": BATCH[case.devices] // size, "max_new_tokens": 4096, "expected_new_tokens": 1024},
         "cluster": {"nodes": case.devices // 8, "devices": 8, "kind": "H100-SXM"},
+        "staleness": case.staleness,
         "steps": 100,
     }
     return json.dumps(whole)  # JSON is YAML
