@@ -165,6 +165,7 @@ def test_an_interrupt_that_a_destructor_loses_comes_again() -> None:
 
 def test_an_evaluation_that_is_interrupted_says_so_by_its_exit_code(own: Path) -> None:
     held_out = {"eval": {"data": {**BASE["data"], "path": "test.jsonl"}}}
+    set_fault(own, sleep=0.5)  # a score: the evaluation does not end before its workers are seen
     running = start(own, "eval", str(write_run(own, "run", GRPO, held_out)), name="run-eval")
     running.until(lambda: len(running.workers()) == 2, "workers")
     running.interrupt()
