@@ -5,72 +5,34 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch._C._distributed_c10d import HashStore
 
 from realgraph.graphs.errors import ConfigError
-from realgraph.graphs.spec import ModelRole
-from realgraph.runtime.engine import Completion, EngineClosed, Request, RolloutLimits
+from realgraph.runtime.engine import Completion, EngineClosed, Request
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from realgraph.runtime.job.rollout import RolloutSpec
 from realgraph.runtime.models.weights import whole
-from realgraph.runtime.parallel.checksums import WeightsDiffer
 from realgraph.runtime.rollout import serving
 from realgraph.runtime.rollout.engine import SglangEngine
-from realgraph.runtime.rollout.opening.engines import EngineOrder, open_sglang
 from realgraph.runtime.rollout.opening.homes import OwnServer
 from realgraph.runtime.rollout.samples import GrowingSample
-from realgraph.runtime.rollout.weights.agreement import UpdateWords
-from realgraph.runtime.weights.held import HeldWeights
 from tests import tiny
-from tests.rollouts import drained, full_logprobs, requests, run
-from tests.sglang_server import StandIn, interpreter, standin
+from tests.rollouts import drained, requests, run
+from tests.sglang_engines import MODELS, SECONDS, assert_exact, folder, given, opened, running, samples, switch
+from tests.sglang_server import interpreter, standin
 from tests.sglang_standin.server import letters
 from tests.waiting import until
 
-LONG = {"max_position_embeddings": 2048, "eos_token_id": None}
-MODELS = [tiny.network("qwen3", seed, **LONG) for seed in range(3)]  # by version
-SECONDS = 120.0
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    MODELS[0].save_pretrained(folder)
-    return folder
+__all__ = ["folder"]
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return interpreter(tmp_path_factory.mktemp("environment"))
-
-
-def opened(
-    folder: Path, spec: RolloutSpec, home: Path, notify: Callable[[], None] = lambda: None, **changes: Any
-) -> SglangEngine:
-    home.mkdir(exist_ok=True)
-    order = EngineOrder(
-        role=ModelRole(dtype="float32"),
-        path=str(folder),
-        rollout=spec,
-        limits=RolloutLimits(max_running=16),
-        decode=letters,
-        device=torch.device("cpu"),
-        folder=home,
-        replica=0,
-        context=64,
-        start_seconds=SECONDS,
-        silent_seconds=SECONDS,
-        deadline_seconds=2 * SECONDS,
-    )
-    return open_sglang(order._replace(**changes), notify)
 
 
 @pytest.fixture
@@ -83,34 +45,10 @@ def own(folder: Path, python: Path, tmp_path: Path) -> Iterator[SglangEngine]:
     assert not list(tmp_path.glob("run/*-weights-*"))
 
 
-def assert_exact(request: Request, done: Completion) -> None:
-    """Every token's log-probability is that of the model of its version, and versions only grow."""
-    assert list(done.versions) == sorted(done.versions)
-    assert len(done.tokens) == len(done.logprobs) == len(done.versions) == request.max_new_tokens
-    by_version = [full_logprobs(model, request, done.tokens) for model in MODELS]
-    expected = torch.stack([by_version[version][at] for at, version in enumerate(done.versions)])
-    assert (torch.tensor(done.logprobs) - expected).abs().max() < 1e-4
-
-
-def switch(engine: SglangEngine, version: int) -> None:
-    engine.prepare(whole((name, values) for name, values in MODELS[version].named_parameters()))
-    engine.switch(version)
-
-
 def process_of(engine: SglangEngine) -> int:
     home = engine._home
     assert isinstance(home, OwnServer) and home.process is not None
     return home.process.pid
-
-
-def samples(engine: SglangEngine) -> dict[int, GrowingSample]:
-    """Those that are being generated."""
-    return dict(engine._requests.running)
-
-
-def running(engine: SglangEngine, tokens: int = 5) -> bool:
-    """Every request has so many tokens, at least."""
-    return all(len(one.tokens) + len(one.seen) >= tokens for one in samples(engine).values())
 
 
 def test_samples_are_the_models_through_updates_a_death_and_what_is_set_aside(own: SglangEngine) -> None:
@@ -231,15 +169,6 @@ def test_greedy_samples_and_their_stops_are_those_of_the_embedded_engine(folder:
         assert done == expected
 
 
-@contextmanager
-def given(folder: Path, home: Path, *, streams: bool = True, **changes: Any) -> Iterator[tuple[StandIn, SglangEngine]]:
-    """An engine over a server that is given as a URL."""
-    with standin(folder, home, *(["--incremental-streaming-output"] if streams else [])) as server:
-        engine = opened(folder, RolloutSpec(engine="sglang", urls=(server.url,)), home / "run", **changes)
-        yield server, engine
-        engine.close(SECONDS)
-
-
 @pytest.mark.parametrize(
     ("fault", "named"),
     [
@@ -352,41 +281,6 @@ def test_servers_that_are_not_what_the_run_needs_are_named(folder: Path, tmp_pat
     for named in (*named_ones, "4 tensor-parallel ranks", "spreads experts over 2 ranks"):
         assert any(named in text for text in texts), named
     assert {problem.where.path for problem in caught.value.problems} == {"$.rollout.urls[0]"}
-
-
-def test_weights_that_a_server_does_not_hold_as_it_was_given_them_are_found(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By itself where it is told to read them again, by another server, and by those that it held before."""
-    with given(folder, tmp_path / "a") as (one, first), given(folder, tmp_path / "b") as (two, second):
-        words = UpdateWords(HashStore(), "rollout", SECONDS)
-        held = [HeldWeights(words, range(2), place) for place in range(2)]
-        second.submit([Request(0, (5, 9, 2), 400, seed=0)])
-        assert until(lambda: running(second), SECONDS)
-        for engine in (first, second):
-            switch(engine, 1)
-        held[0].compare(first, broadcast=False)
-        held[1].compare(second, broadcast=True)  # requests go on over their caches
-        assert_exact(Request(0, (5, 9, 2), 400, seed=0), drained(second, 1)[0])
-        two.fault("twisted")
-        for engine in (first, second):
-            switch(engine, 2)
-        held[0].compare(first, broadcast=False)
-        with pytest.raises(WeightsDiffer, match=f"{two.url}, version 2, .* that server 0"):
-            held[1].compare(second, broadcast=False)
-        two.fault()
-        with pytest.raises(WeightsDiffer, match=r"version 2, does not hold '0.model.embed_\w+.weight' as it was"):
-            held[1].compare(second, broadcast=True)
-        one.fault("stale")
-        first.prepare(whole((name, values) for name, values in MODELS[0].named_parameters()))
-        first.switch(3)
-        with pytest.raises(WeightsDiffer, match="version 3, holds what it held before"):
-            held[0].compare(first, broadcast=False)
-        one.fault("unchecked")
-        for _ in range(2):
-            held[0].compare(first, broadcast=False)
-        assert len([text for text in caplog.messages if "404" in text and "not compared" in text]) == 1
-        one.fault()
 
 
 def test_a_server_that_never_comes_up_shows_its_log(folder: Path, tmp_path: Path, python: Path) -> None:
