@@ -149,15 +149,13 @@ class SglangClient:
     ) -> None:
         """Load a Hugging Face folder that the server's host has. Where nothing is paused, requests end first. seconds:
         until it has; None: those of any update."""
-        body = {"model_path": folder, "weight_version": str(version), "flush_cache": flush_cache}
         self._versions().begin(version)
-        await self._update("/update_weights_from_disk", body, seconds or self._timeouts.update_seconds)
+        await self._load(folder, version, seconds or self._timeouts.update_seconds, flush_cache=flush_cache)
         self._versions().confirm(version)
 
     async def read_again(self, folder: str) -> None:
         """Load the weights that the server has from disk. It keeps its caches, which are of the same weights."""
-        body = {"model_path": folder, "weight_version": str(self.version), "flush_cache": False}
-        await self._update("/update_weights_from_disk", body, self._timeouts.update_seconds)
+        await self._load(folder, self.version, self._timeouts.update_seconds, flush_cache=False)
 
     async def init_group(self, group: BroadcastGroup) -> None:
         """Have the server's ranks join a process group, which the trainer joins meanwhile."""
@@ -248,6 +246,10 @@ class SglangClient:
     def _versions(self) -> VersionLog:
         assert self._log is not None, "open() was not called"
         return self._log
+
+    async def _load(self, folder: str, version: int, seconds: float, *, flush_cache: bool) -> None:
+        body = {"model_path": folder, "weight_version": str(version), "flush_cache": flush_cache}
+        await self._update("/update_weights_from_disk", body, seconds)
 
     async def _abort(self, body: dict[str, str | bool]) -> None:
         await self._server.send("/abort_request", body, self._timeouts.control_seconds)

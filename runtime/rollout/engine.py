@@ -248,8 +248,7 @@ class SglangEngine:
         requests, sent = self._requests, self._serving.sent
         drawn = [sample.n_tokens for sample in list(requests.running.values()) if sample.rid]
         load = sent, max(0, len(requests.running) - sent), self.version, self._serving.free_cache_tokens
-        address = self._serving.client.url
-        return EngineStatus(*load, failure=requests.failure, drawn_tokens=sum(drawn), address=address)
+        return EngineStatus(*load, failure=requests.failure, drawn_tokens=sum(drawn), address=self.url)
 
     def close(self, timeout: float) -> bool:
         """See RolloutEngine. Ends a server that was started for it."""
