@@ -1,27 +1,30 @@
-"""The fork server of a run's workers, and the guardians of its functions, as forks of the run's own processes, whose
-heavy modules are loaded already."""
+"""The fork server of a run's workers, and the guardians of its functions, as forks of a process that has their heavy
+modules already."""
 
+import contextlib
+import json
 import os
 import signal
+import socket
 import subprocess
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from multiprocessing.connection import wait
+from typing import Any, NoReturn
 
-from realgraph.runtime.functions import guardian as guardian_module
-from realgraph.runtime.processes import processes
+from realgraph.runtime.functions import guardian, process
+from realgraph.runtime.processes import local, processes
 
-LAST_PRELOADED = "tests.warmed"  # by the fork server of tests
 PATIENCE = 180.0  # seconds that anything may take before a test gives up on it
+_ANSWER_BYTES = 12  # of a number in an answer
 
 
 class Forked:
-    """A process that is forked from this one, which has its modules already."""
+    """A process that `start_forks` has forked."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, asked: socket.socket, pid: int) -> None:
         self.pid = pid
+        self._asked = asked
         self._status: int | None = None
 
     @property
@@ -29,15 +32,13 @@ class Forked:
         return self._status
 
     def wait(self, timeout: float | None = None) -> int:
-        deadline = time.monotonic() + (timeout if timeout is not None else PATIENCE)
-        while self._status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self._status = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("forked process", timeout or PATIENCE)
-            else:
-                time.sleep(0.005)
+        if self._status is None:
+            self._asked.settimeout(timeout if timeout is not None else PATIENCE)
+            try:
+                self._status = int(self._asked.recv(_ANSWER_BYTES) or 1)  # nothing: the run has ended
+            except TimeoutError as error:
+                raise subprocess.TimeoutExpired("forked process", timeout or PATIENCE) from error
+            self._asked.close()
         return self._status
 
     def kill(self) -> None:
@@ -45,41 +46,94 @@ class Forked:
 
     def send_signal(self, sig: int) -> None:
         if self._status is None:
-            os.kill(self.pid, sig)
+            with contextlib.suppress(ProcessLookupError):  # it is reaped already, by its parent
+                os.kill(self.pid, sig)
 
 
-def fork_server(pipe: Any, modules: Sequence[str], threads: int) -> Forked:
-    """Stands for `local.open_server`: the server is a fork of this process."""
+def start_forks() -> None:
+    """From here on the fork server and the guardians of this process and of its forks are forks too.
+
+    This process must have no threads yet. Forks come from one that never has any: in a fork of a process with threads,
+    a lock that another thread held, such as that of the standard error output, is held for ever.
+    """
     parent = os.getpid()
-    pid = os.fork()
-    if pid:
-        return Forked(pid)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("")
+    listener.listen()
+    address = listener.getsockname()
+    if os.fork():
+        listener.close()
+        local.open_server = partial(_open_server, address)
+        process.open_guardian = partial(_open_guardian, address)
+        return
+    try:
+        _stand_alone((listener.fileno(),))
+        processes.die_with_parent(parent)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1, 2):
+            os.dup2(nothing, standard)
+        _serve(listener)
+    finally:
+        os._exit(1)
+
+
+def _open_server(address: bytes, pipe: socket.socket, modules: Sequence[str], threads: int) -> Forked:
+    """Stands for `local.open_server`."""
+    return _ask(address, [list(modules)], [pipe.fileno()])
+
+
+def _open_guardian(address: bytes, options: str, fds: tuple[int, int], user_dir: str, env: Mapping[str, str]) -> Forked:
+    """Stands for `process.open_guardian`."""
+    return _ask(address, [json.loads(options)[len(fds) :], user_dir, dict(env)], fds)
+
+
+def _ask(address: bytes, order: list[Any], fds: Sequence[int]) -> Forked:
+    asked = socket.socket(socket.AF_UNIX)
+    asked.settimeout(PATIENCE)
+    asked.connect(address)
+    socket.send_fds(asked, [json.dumps(order).encode()], [1, 2, *fds])
+    return Forked(asked, int(asked.recv(_ANSWER_BYTES)))
+
+
+def _serve(listener: socket.socket) -> NoReturn:
+    """Fork a process for everybody who connects, and give its number at once and its exit code at its end."""
+    forked: dict[int, tuple[int, socket.socket]] = {}  # the descriptor of a process -> its number, and who asked
+    while True:
+        for ready in wait([listener, *forked]):
+            if isinstance(ready, int):
+                answer, connection = forked.pop(ready)
+                os.close(ready)
+                answer = os.waitstatus_to_exitcode(os.waitpid(answer, 0)[1])
+            else:
+                connection, _ = listener.accept()
+                answer = os.fork()
+                if answer == 0:
+                    _obey(connection)
+                forked[os.pidfd_open(answer)] = (answer, connection)
+            with contextlib.suppress(OSError):  # who asked has ended
+                connection.sendall(b"%*d" % (_ANSWER_BYTES, answer))
+
+
+def _obey(connection: socket.socket) -> NoReturn:
+    """Be the process that is asked for."""
     status = 1
     try:
-        keep = os.dup(pipe.fileno())
-        _stand_alone((keep,))
-        processes.serve(keep, parent, list(modules))
+        parent = os.getppid()
+        order, (out, error, *fds), _, _ = socket.recv_fds(connection, 1 << 20, 4)
+        os.dup2(out, 1)
+        os.dup2(error, 2)
+        _stand_alone(fds)
+        match json.loads(order):
+            case [modules]:
+                processes.serve(fds[0], parent, modules)
+            case [options, user_dir, env]:
+                os.chdir(user_dir)
+                os.environ.clear()
+                os.environ.update(env)
+                guardian.main(json.dumps([*fds, *options]))
         status = 0
     finally:
         os._exit(status)
-
-
-def guardian(options: str, fds: tuple[int, int], user_dir: str, env: Mapping[str, str]) -> Forked:
-    """Stands for `process.open_guardian`: the guardian is a fork of this process."""
-    pid = os.fork()
-    if pid:
-        return Forked(pid)
-    try:
-        _stand_alone(fds)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.chdir(user_dir)
-        os.environ.clear()
-        os.environ.update(env)
-        for name in [name for name in _own_modules() if _lies_in(sys.modules[name], user_dir)]:
-            del sys.modules[name]  # an interpreter of its own would not have them
-        guardian_module.main(options)
-    finally:
-        os._exit(1)
 
 
 def _stand_alone(fds: Sequence[int]) -> None:
@@ -92,12 +146,3 @@ def _stand_alone(fds: Sequence[int]) -> None:
         os.closerange(first, fd)
         first = fd + 1
     os.closerange(first, 4096)
-
-
-def _own_modules() -> Iterator[str]:
-    """The modules imported since the fork server: a look at the thousands before them would copy all their pages."""
-    return takewhile(lambda name: name != LAST_PRELOADED, reversed(sys.modules))
-
-
-def _lies_in(module: Any, folder: str) -> bool:
-    return (getattr(module, "__file__", None) or "").startswith(f"{folder}/")

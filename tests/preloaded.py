@@ -7,8 +7,6 @@ the same ones, here: ranks, runs, and what the runs fork themselves.
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-from tests.forked import LAST_PRELOADED
-
 _KINDS = ("qwen3", "llama", "gemma2", "qwen2", "gemma3", "mistral", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 _NETWORKS = tuple(f"transformers.models.{kind}.modeling_{kind}" for kind in _KINDS)
 PRELOAD = (
@@ -25,7 +23,7 @@ PRELOAD = (
     "tests.tiny",
     "tests.runs",
     *_NETWORKS,
-    LAST_PRELOADED,
+    "tests.warmed",
 )
 
 CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")

@@ -25,7 +25,7 @@ import pytest
 
 from realgraph.graphs.errors import ConfigError
 from tests.crash_points import CrashPoints
-from tests.forked import PATIENCE, fork_server, guardian
+from tests.forked import PATIENCE, start_forks
 from tests.namespaces import enter_namespace, hide
 from tests.preloaded import CONTEXT
 from tests.traces import enter_shared_memory, processes_at, title_of
@@ -179,8 +179,6 @@ PLAIN = Special()
 def _enter(argv: list[str], folder: Path, output: str, special: Special) -> None:
     """Do what the console script does, in the process of a run."""
     from realgraph.__main__ import main
-    from realgraph.runtime.functions import process
-    from realgraph.runtime.processes import local
 
     os.setsid()
     out = os.open(special.terminal or output, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -192,10 +190,9 @@ def _enter(argv: list[str], folder: Path, output: str, special: Special) -> None
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests themselves run under nohup
     os.chdir(folder.parent)
-    local.open_server = fork_server
-    process.open_guardian = guardian
     sys.argv = ["realgraph", *argv]
     special.apply(folder)
+    start_forks()
     main()
 
 
@@ -303,11 +300,7 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    from realgraph.runtime.functions import process
-    from realgraph.runtime.processes import local
-
-    local.open_server = fork_server
-    process.open_guardian = guardian
+    start_forks()
     try:
         pipe.send((True, function(*arguments)))
     except ConfigError as error:

@@ -76,9 +76,9 @@ def file(tmp_path: Path) -> Path:
 
 
 def fork_servers_of(pid: int) -> list[int]:
-    """The fork servers that a process has started: what they start has their title for a moment."""
+    """The fork servers of a run, which `tests.forked` starts: what they start has their title for a moment."""
     others = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [one for one in others if title_of(one) == "realgraph fork server" and parent_of(one) == pid]
+    return [one for one in others if title_of(one) == "realgraph fork server" and parent_of(parent_of(one)) == pid]
 
 
 def parent_of(pid: int) -> int:
