@@ -5,7 +5,7 @@ from functools import cached_property
 from msgspec import Struct, field
 
 from realgraph.graphs.keys import DATA, KeyType
-from realgraph.graphs.spec import Generate, ModelCall, ModelRole, Train, role_of
+from realgraph.graphs.spec import Function, Generate, ModelCall, ModelRole, Train, role_of
 
 INPUT = ""  # the producer of an input key: the data set
 
@@ -69,6 +69,16 @@ class Graph(Struct, frozen=True, dict=True):  # dict: for what is cached
         trains = [name for name in self.mesh_calls if isinstance(self.calls[name], Train)]
         trained = [name for name in trains if self.role(name) in roles]
         return next(reversed(trained or trains or self.mesh_calls), "")
+
+    @cached_property
+    def sample_functions(self) -> tuple[str, ...]:
+        """The functions of one sample that need nothing but it and its data: they may run before its group is whole."""
+        given = {INPUT, *self.generates[:1]}
+        functions = [name for name, call in self.calls.items() if isinstance(call, Function) and call.over == "sample"]
+        return tuple(name for name in functions if self.generates and self._producers(name) <= given)
+
+    def _producers(self, call: str) -> set[str]:
+        return {self.keys[key].producer for key in self.reads[call]}
 
     def sampler(self, call: str) -> str:
         """The generate call on whose samples a train, inference or advantage call works; '' for those of the data where

@@ -7,7 +7,8 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 
 from realgraph.graphs.spec import Function
@@ -56,6 +57,37 @@ class _Batch:
 
     def all_results(self) -> list[UnitResult]:
         return [result or UnitResult() for result in self.results]
+
+
+class EarlyUnit:
+    """A unit that runs before its command has come; the command's batch takes over what it gives. Thread-safe."""
+
+    def __init__(self, call: Function, unit: Unit) -> None:
+        self.unit = unit
+        self._outcome: FunctionOutcome | None = None
+        self._taker: Callable[[FunctionOutcome], None] | None = None
+        self._wanted: Callable[[], bool] = lambda: True
+        self._lock = threading.Lock()
+        self.work = _pool_call(call, unit, self._take, lambda: self._wanted())
+        self.work.early = True
+
+    def _take(self, outcome: FunctionOutcome) -> None:
+        with self._lock:
+            self._outcome, taker = outcome, self._taker
+        if taker is not None:
+            taker(outcome)
+
+    def give(self, taker: Callable[[FunctionOutcome], None], wanted: Callable[[], bool]) -> None:
+        """From now on it is waited for. taker: called once with what it gives; wanted: as of a PoolCall."""
+        self.work.early, self._wanted = False, wanted
+        with self._lock:
+            self._taker, outcome = taker, self._outcome
+        if outcome is not None:
+            taker(outcome)
+
+    def drop(self) -> None:
+        """Nobody will ask for it: it does not begin any more."""
+        self._wanted = lambda: False
 
 
 class FunctionHost:
@@ -108,13 +140,28 @@ class FunctionHost:
             return
         probe = Unit((), dict.fromkeys(keyword_names(call)))
         batch = _Batch(name, Function(call.fn, env=call.env), [probe])
-        self._submit(batch, probe=True)
+        work = _pool_call(batch.call, probe, partial(batch.take, 0), batch.wanted)
+        work.probe = True
+        self._open_pool().submit([work])
         self._await(batch, self._start_seconds * 2)
 
+    def begin(self, call: Function, units: Sequence[Unit]) -> list[EarlyUnit]:
+        """Run `call` on units that `run` is to be given later, in processes that have nothing else to do meanwhile. No
+        call that runs in the worker's own process."""
+        early = [EarlyUnit(call, unit) for unit in units]
+        self._open_pool().submit([one.work for one in early])
+        return early
+
     def run(
-        self, name: str, call: Function, units: Sequence[Unit], deadline_seconds: float | None = None
+        self,
+        name: str,
+        call: Function,
+        units: Sequence[Unit],
+        deadline_seconds: float | None = None,
+        early: Mapping[int, EarlyUnit] | None = None,
     ) -> list[UnitResult]:
-        """Run `call` (named `name`) on every unit and wait; results in the order of `units`.
+        """Run `call` (named `name`) on every unit and wait; results in the order of `units`. early: those that run
+        already, by their place there.
 
         A unit that fails has `error`. Under `on_error: fail` the first failure ends the run at once and the units that
         had not ended have no values and no error; under `score` a failed unit has `error_value`s besides. Raises
@@ -126,28 +173,29 @@ class FunctionHost:
         if call.fn in INLINE:
             return _run_inline(name, call, units)
         batch = _Batch(name, call, units)
-        self._submit(batch)
+        self._submit(batch, early=early or {})
         rounds = -(-len(units) // self._n_processes)
         own = 2 * self._start_seconds + 2 * rounds * (call.timeout_seconds + 5.0)  # twice: what shares a process
         self._await(batch, own if deadline_seconds is None else deadline_seconds)
         return batch.all_results()
 
-    def _submit(self, batch: _Batch, probe: bool = False) -> None:
-        call = batch.call
+    def _submit(self, batch: _Batch, *, early: Mapping[int, EarlyUnit]) -> None:
+        works = []
+        for position, unit in enumerate(batch.units):
+            taker = partial(batch.take, position)
+            if position in early:
+                early[position].give(taker, batch.wanted)
+            else:
+                works.append(_pool_call(batch.call, unit, taker, batch.wanted))
+        self._open_pool().submit(works)  # also of none: the pool looks again at those that were early
 
-        def taker(position: int) -> Callable[[FunctionOutcome], None]:
-            return lambda outcome: batch.take(position, outcome)
-
-        works = [
-            PoolCall(call.fn, unit.kwargs | call.args, call.timeout_seconds, taker(i), batch.wanted, probe, call.env)
-            for i, unit in enumerate(batch.units)
-        ]
+    def _open_pool(self) -> FunctionPool:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the function host is closed")
             if self._pool is None:
                 self._pool = FunctionPool(self._user_dir, self._n_processes, self._bounds, self._start_seconds)
-            self._pool.submit(works)
+            return self._pool
 
     def _await(self, batch: _Batch, seconds: float) -> None:
         if not batch.ended.wait(seconds):
@@ -160,6 +208,12 @@ class FunctionHost:
             if batch.detail:
                 error.add_note(batch.detail)
             raise error
+
+
+def _pool_call(
+    call: Function, unit: Unit, done: Callable[[FunctionOutcome], None], wanted: Callable[[], bool]
+) -> PoolCall:
+    return PoolCall(call.fn, unit.kwargs | call.args, call.timeout_seconds, done, wanted, env=call.env)
 
 
 def _run_inline(name: str, call: Function, units: Sequence[Unit]) -> list[UnitResult]:

@@ -54,6 +54,7 @@ class PoolCall:
     wanted: Callable[[], bool]
     probe: bool = False
     env: tuple[str, ...] = ()  # names of variables that its process gets
+    early: bool = False  # nobody waits for it yet: all others go before it. May turn false while it waits
     alone: bool = False
     repeated: bool = False  # the process that it ran in alone was killed from outside once
     deadline: float = float("inf")
@@ -155,21 +156,24 @@ class FunctionPool:
         self._waker.close()
 
     def _dispatch(self) -> None:
-        """Start what can start, strictly in order; work that nobody wants any more is dropped."""
+        """Start what can start, strictly in order, what is early last; work that nobody wants any more is dropped."""
         while self._queue:
-            work = self._queue[0]
+            work = next((work for work in self._queue if not work.early), self._queue[0])
             if not work.wanted():
-                self._queue.popleft().done(FunctionOutcome("skipped", text="not run"))
+                self._queue.remove(work)
+                work.done(FunctionOutcome("skipped", text="not run"))
                 continue
             try:
                 process = self._place(work)
             except OSError as error:  # no such folder, no process left, no memory
                 text = f"can't start a process for functions in {self._user_dir}: {error}"
-                self._queue.popleft().done(FunctionOutcome("load", text=text))
+                self._queue.remove(work)
+                work.done(FunctionOutcome("load", text=text))
                 continue
             if process is None:
                 return
-            self._start(process, self._queue.popleft())
+            self._queue.remove(work)
+            self._start(process, work)
 
     def _place(self, work: PoolCall) -> _Process | None:
         """An idle process that has the function, else an idle one, else a new one, else one that runs coroutines."""

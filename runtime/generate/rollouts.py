@@ -131,6 +131,7 @@ class _Group:
     started: float
     asked: PromptConversation | None = None
     completions: dict[int, Completion] = field(default_factory=dict)
+    samples: dict[int, Sample] = field(default_factory=dict)  # of completions, those whose keys are in the store
 
     @property
     def n_tokens(self) -> int:
@@ -171,6 +172,8 @@ class Rollouts:
         self._peers = peers
         self._whole: list[int] = []  # groups that need nothing more of the engine
         self._n_moved = 0  # tokens that other engines have drawn of groups, since the last report
+        # is told of samples that have ended before their groups have, and whose keys are in the store
+        self.ended: Callable[[Sequence[int]], None] | None = None
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """Run other requests to their end at once; the groups in flight wait meanwhile, and go on with their tokens."""
@@ -290,6 +293,7 @@ class Rollouts:
     def collect(self, worker: int) -> Generated | None:
         """The groups that what the engine has finished completes, their keys in the store; None for no group."""
         done, self._whole = self._whole, []
+        partly: dict[int, _Group] = {}  # not whole, with a sample that has ended now
         for completion in self.engine.take(0.0):
             if completion.id < 0:
                 self._beside.append(completion)
@@ -297,12 +301,17 @@ class Rollouts:
             group = self._groups[group_of(completion.id)]
             group.completions[completion.id] = completion
             self._end(completion)
+            partly[group.id] = group
             if len(group.completions) == len(group.prompts):
-                done.append(group.id)
+                done.append(partly.pop(group.id).id)
+        if self.ended is not None and partly:
+            self._tell_ended(self.ended, list(partly.values()))
         if not done:
             return None
         started = max(self._reported, min(self._groups[group].started for group in done))
-        samples = self._store([self._groups.pop(group) for group in sorted(done)])
+        groups = [self._groups.pop(group) for group in sorted(done)]
+        self._store(groups)
+        samples = [group.samples[sample] for group in groups for sample in sorted(group.samples)]
         load = self.engine.status()
         metrics = {
             "running": Mean(float(load.running), 1.0),
@@ -325,12 +334,20 @@ class Rollouts:
             drawn=load.drawn_tokens + sum(group.n_tokens for group in self._groups.values()),
         )
 
-    def _store(self, groups: Sequence[_Group]) -> list[Sample]:
-        """Put the keys that generate writes into the store, key by key for all samples at once."""
+    def _tell_ended(self, tell: Callable[[Sequence[int]], None], groups: Sequence[_Group]) -> None:
+        """Store what has ended of groups that are not whole, and tell of it."""
+        new = [sample for group in groups for sample in group.completions.keys() - group.samples.keys()]
+        self._store(groups)
+        tell(sorted(new))
+
+    def _store(self, groups: Sequence[_Group]) -> None:
+        """Put the keys of samples that have ended and are not there yet into the store, key by key for all at once."""
         columns: dict[str, list[Any]] = {key: [] for key in (*GENERATED, *self._texts.own)}
         samples, routes = [], []
         for group in groups:
             for sample, done in sorted(group.completions.items()):
+                if sample in group.samples:
+                    continue
                 prompt = group.prompts[sample]
                 n_prompt = len(prompt)
                 zeros, unsampled, hidden = [0.0] * n_prompt, [PROMPT_VERSION] * n_prompt, [False] * n_prompt
@@ -347,14 +364,14 @@ class Rollouts:
                     columns[key].append(self._cut(own, group, columns[TEXT][-1], done.finished))
                 oldest = min(done.versions, default=self.engine.version)
                 lengths = tuple(len(columns[key][-1]) for key in self._texts.own)
-                samples.append(Sample(sample, n_prompt + n_new, n_new, done.finished, oldest, lengths))
-        ids = [group_of(sample.sample) if self.writes.of_group else sample.sample for sample in samples]
+                group.samples[sample] = Sample(sample, n_prompt + n_new, n_new, done.finished, oldest, lengths)
+                samples.append(sample)
+        ids = [group_of(sample) if self.writes.of_group else sample for sample in samples]
         for key, values in columns.items():
             if key not in GENERATED or key in self.writes.keys:
                 self._assembler.put_values(self.writes.keys.get(key, key), ids, values)
         if routes:
             self._assembler.put_tensors(self.writes.keys[ROUTES], ids, routes)
-        return samples
 
     @staticmethod
     def _cut(own: OwnTokens, group: _Group, text: str, finished: bool) -> list[int]:

@@ -61,7 +61,7 @@ class Collection:
             self.loads[name] = GroupLoads(rank[0] for rank in program.calls[name].ranks)
         self.sessions: dict[str, int] = {}  # later generate calls that may be sent groups -> version of their weights
         self.held: frozenset[str] = frozenset()  # of these calls, later ones, no sample begins
-        self._functions = FunctionQueues(program.function_processes, job.runtime.min_deadline_seconds)
+        self._functions = FunctionQueues(program.function_processes, program.slack_seconds)
         self.tally = StepTally()
         self.step = 0  # the next batch: what groups are made for
         self.n_discarded_in_row = 0  # groups left out since the last one that was ready

@@ -72,6 +72,7 @@ class Program(Struct, frozen=True):
     samples_per_group: int
     least_samples: int  # of a group that goes on, where a function leaves samples out
     function_processes: int  # subprocesses of each owner
+    slack_seconds: float  # that functions may be late: a process may be busy with a sample whose group is not whole
     n_own_keys: int = 0  # lengths of a sample by own tokenizers of other roles; those of later calls' samples follow
 
     @property
@@ -181,6 +182,8 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
         samples_per_group=graph.samples_per_group,
         least_samples=graph.least_samples,
         function_processes=job.function_processes(owner_workers[0]),
+        slack_seconds=job.runtime.min_deadline_seconds
+        + max((calls[name].timeout_seconds for name in graph.sample_functions), default=0.0),
         n_own_keys=len(own_keys(graph)),
     )
 

@@ -205,7 +205,7 @@ class OpenSteps:
                 parts = _parts_of_owners(call, step.batch)
                 most = max(len(shares) for _, shares, _ in parts)
                 queue = call.timeout_seconds * math.ceil(most / self._program.function_processes)
-                seconds = queue + self._job.runtime.min_deadline_seconds
+                seconds = queue + self._program.slack_seconds
             case "whole":
                 parts = _parts_of_whole(call, step.batch)
                 seconds = self.limit(self.longest_seconds) + call.timeout_seconds

@@ -11,7 +11,7 @@ from torch import Tensor
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.keys import MASK, TOKENS, DType, KeyType
 from realgraph.runtime.batch import Packed
-from realgraph.runtime.job.sample_ids import group_of
+from realgraph.runtime.job.sample_ids import group_of, sample_ids
 from realgraph.runtime.store.shares import Share
 from realgraph.runtime.store.store import Store, as_bytes
 from realgraph.runtime.store.transfer import DataPlane, GatherRequest
@@ -152,6 +152,14 @@ class Assembler:
     def put_tensors(self, name: str, ids: Sequence[int], values: Sequence[Tensor]) -> None:
         """Store a tensor of any shape and dtype by each id."""
         self._store.put(name, ids, values)
+
+    def drop(self, groups: Sequence[int]) -> None:
+        """Forget every key of these groups and of their samples."""
+        gone, n = set(groups), self._graph.samples_per_group
+        samples = [sample for group in gone for sample in sample_ids(group, n)]
+        by_group = [name for name, key in self._graph.keys.items() if key.type.level == "group"]
+        self._store.drop(by_group, gone)
+        self._store.drop([name for name in self._graph.keys if name not in by_group], samples)
 
     def put_values(self, name: str, ids: Sequence[int], values: Sequence[object]) -> None:
         """Store Python values of a key, by sample or group id."""

@@ -23,7 +23,6 @@ from realgraph.runtime.generate.rollouts import Peers, Rollouts, Sampling, Stale
 from realgraph.runtime.job.engine_loss import shares_tokens
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.run_folder import RunFolder
-from realgraph.runtime.job.sample_ids import sample_ids
 from realgraph.runtime.store.assemble import Assembler
 from realgraph.runtime.wire.protocol import (
     PEAK_BYTES,
@@ -120,6 +119,8 @@ class Compute:
             self.roles.load(resources.run_path(self._configure.resume))
         self._sharing = TokenSharing(self.worker, resources.kept, resources.deposit, lambda: self._work.put(Tell()))
         self._rollouts = {name: self._make_rollouts(name) for name in self.roles.rollouts if self.roles.leads(name)}
+        if self._first is not None and self.functions.begins_early:
+            self._first.ended = self.functions.begin
         self._gates = [UpdateGate(job, self.roles, self._rollouts, self.worker, name) for name in graph.generates]
         self._evaluation = Evaluation(job, self._loading, self._first, host, resources)
         if keeps_samples(graph) and job.steps > 0 and not job.rollout_alone:
@@ -183,11 +184,8 @@ class Compute:
             rollouts.over(groups)
 
     def _forget(self, groups: Sequence[int]) -> None:
-        n, gone, keys = self.job.graph.samples_per_group, set(groups), self.job.graph.keys
-        by_group = [name for name, key in keys.items() if key.type.level == "group"]
-        by_sample = [name for name, key in keys.items() if key.type.level != "group"]
-        self._resources.store.drop(by_group, gone)
-        self._resources.store.drop(by_sample, [sample for group in gone for sample in sample_ids(group, n)])
+        self._assembler.drop(groups)
+        self.functions.forget(groups)
 
     def rescue(self, command: Rescue) -> None:
         """Write this worker's share of the trained states. Raises OSError."""

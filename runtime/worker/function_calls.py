@@ -1,18 +1,21 @@
 """Function calls of one worker: inputs from the stores, units to the subprocesses, results back into the store."""
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from realgraph.graphs.functions import KEEP
+from realgraph.graphs.graph import Graph
 from realgraph.graphs.keys import TEXT, TOKENS, is_prompt
 from realgraph.graphs.spec import Function
 from realgraph.runtime.functions.functions import Unit, UnitResult, keywords_of
-from realgraph.runtime.functions.host import FunctionHost
+from realgraph.runtime.functions.host import EarlyUnit, FunctionHost
+from realgraph.runtime.functions.rewards import INLINE
 from realgraph.runtime.job.job import Job
-from realgraph.runtime.job.sample_ids import group_of, place_of
+from realgraph.runtime.job.sample_ids import group_of, place_of, sample_ids
 from realgraph.runtime.store.assemble import Assembler, Values, decode_value
-from realgraph.runtime.wire.protocol import Done, Execute, Mean
+from realgraph.runtime.wire.protocol import Done, Execute, Mean, SampleSource
 
 
 class FunctionFailed(Exception):
@@ -37,16 +40,43 @@ class FunctionCalls:
         self._graph, self._assembler, self._host, self._worker = job.graph, assembler, host, worker
         self._texts = texts
         self._outputs, self._groups = job.outputs, job.batch.groups
+        self._early: dict[tuple[str, int], EarlyUnit] = {}  # by call and sample
+        self._of_samples = [name for name in job.graph.sample_functions if _function(job.graph, name).fn not in INLINE]
+
+    @property
+    def begins_early(self) -> bool:
+        """True where a function can run on a sample whose group is not whole."""
+        return bool(self._of_samples)
+
+    def begin(self, samples: Sequence[int]) -> None:
+        """Start what these samples are enough for, whose keys are in this worker's store; `run` takes what it gives."""
+        for name in self._of_samples:
+            call = _function(self._graph, name)
+            source = SampleSource(self._worker, self._graph.reads[name], tuple(samples))
+            values = self._assembler.gather([source], samples)
+            early = self._host.begin(call, [self.unit(name, [sample], values) for sample in samples])
+            self._early |= {(name, sample): one for sample, one in zip(samples, early, strict=True)}
+
+    def forget(self, groups: Sequence[int]) -> None:
+        """No command will come for the samples of these."""
+        samples = [sample for group in groups for sample in sample_ids(group, self._graph.samples_per_group)]
+        for name, sample in itertools.product(self._of_samples, samples):
+            if (early := self._early.pop((name, sample), None)) is not None:
+                early.drop()
 
     def run(self, command: Execute) -> Done:
         """Run one call over the command's units; what it writes is in the store afterwards. Raises FunctionFailed."""
         started = time.time()
-        call = self._graph.calls[command.call]
-        assert isinstance(call, Function)
+        call = _function(self._graph, command.call)
         samples = [sample for share in command.shares for sample in share]
         values = self._assembler.gather(command.sources, samples)
-        units = [self.unit(command.call, share, values) for share in command.shares]
-        results = self._host.run(command.call, call, units, command.deadline_seconds)
+        begun = [self._early.pop((command.call, share[0]), None) for share in command.shares]
+        early = {place: one for place, one in enumerate(begun) if one is not None}
+        units = [
+            early[place].unit if place in early else self.unit(command.call, share, values)
+            for place, share in enumerate(command.shares)
+        ]
+        results = self._host.run(command.call, call, units, command.deadline_seconds, early)
         for result in results:
             if result.error and call.on_error == "fail":
                 raise FunctionFailed(result)
@@ -85,8 +115,7 @@ class FunctionCalls:
 
     def unit(self, name: str, samples: Sequence[int], values: Values) -> Unit:
         """The keywords of one unit: single values for a sample, lists for a group or batch."""
-        call = self._graph.calls[name]
-        assert isinstance(call, Function)
+        call = _function(self._graph, name)
         given: dict[str, Any] = {}
         for key in self._graph.reads[name]:
             kind = self._graph.keys[key].type
@@ -106,8 +135,7 @@ class FunctionCalls:
     ) -> tuple[dict[int, tuple[int, ...]], dict[str, dict[int, Mean]]]:
         """Store what the units gave; (samples that the call leaves out by group, means of the numbers for the metrics:
         name -> group)."""
-        call = self._graph.calls[name]
-        assert isinstance(call, Function)
+        call = _function(self._graph, name)
         left_out: dict[int, tuple[int, ...]] = {}
         means: dict[str, dict[int, Mean]] = {}
         members = {sample: group for unit in units for sample, group in zip(unit.samples, unit.groups, strict=True)}
@@ -123,6 +151,12 @@ class FunctionCalls:
             if kind.level != "token" and kind.dtype in ("bool", "int32", "int64", "float32", "float64"):
                 means[key] = _of_groups(column, groups if kind.level == "group" else members)
         return left_out, means
+
+
+def _function(graph: Graph, name: str) -> Function:
+    call = graph.calls[name]
+    assert isinstance(call, Function)
+    return call
 
 
 def _of_groups(column: Mapping[int, float], groups: Mapping[int, int]) -> dict[int, Mean]:
