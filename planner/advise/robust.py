@@ -1,7 +1,8 @@
 """The plan that regrets least: costs have error bars, and among near-optimal plans the steadiest one is chosen.
 
-Errors are drawn per phase and kind of device: one factor for all calls of a phase, as a miscalibration has, and a
-further one for how a phase scales with its mesh. The same seed draws the same errors.
+Calls err by the deviations of the printed bar (`costs/spread.py`). One number is drawn for all calls of a phase, as
+they err together there, and a further one for how a phase scales with its mesh. The step's own deviation is left out:
+it makes all plans alike longer. The same seed draws the same errors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,14 +11,15 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.planner.costs.spread import SPREADS
 from realgraph.planner.options.calls import phase_of
+from realgraph.planner.options.pricing import PricedOption
 from realgraph.planner.options.tables import PreparedProblem
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.plan.problem import Choice, Floats, Limits, Move, OptionTable, SearchProblem, Solution
-from realgraph.planner.request.cost_table import Phase, PhaseFactor
+from realgraph.planner.request.cost_table import Phase
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.assembly import plan_of
+from realgraph.planner.search.period_error import moves_error
 from realgraph.planner.search.search import solved
 from realgraph.planner.solve.solver import evaluate, solve
 
@@ -29,10 +31,10 @@ SCALING_DEVIATION = 0.05  # standard deviation of the exponent of a mesh's size,
 
 
 class Scenario(Struct, frozen=True):
-    """Factors on the seconds of each phase, and exponents of the share of all devices that a call's mesh has."""
+    """One draw of how far each phase is off, in deviations of its calls, and of how it scales with its meshes."""
 
-    factors: dict[Phase, float]
-    exponents: dict[Phase, float]
+    deviations: dict[Phase, float]
+    exponents: dict[Phase, float]  # of the share of all devices that a call's mesh has
 
 
 class RobustResult(Struct, frozen=True):
@@ -72,7 +74,7 @@ def robust(request: PlanRequest, limits: Limits = Limits()) -> RobustResult:
     """The near-optimal plan of least expected regret under sampled errors. Raises as `search` does."""
     prepared, best = solved(request, limits)
     rng = np.random.default_rng(limits.seed)
-    scenarios = [scenario(request, rng) for _ in range(N_SCENARIOS)]
+    scenarios = [scenario(rng) for _ in range(N_SCENARIOS)]
     problems = [erring(prepared, drawn) for drawn in scenarios]
     candidates = _candidates(prepared, best, problems[:N_SEARCHED_SCENARIOS], limits)
     periods = np.array([[_period(problem, choices) for choices in candidates] for problem in problems])
@@ -92,36 +94,41 @@ def robust(request: PlanRequest, limits: Limits = Limits()) -> RobustResult:
     )
 
 
-def scenario(request: PlanRequest, rng: np.random.Generator) -> Scenario:
-    """One draw: log-normal factors with the error bars of calibration, or the shipped ones."""
-    factors: dict[Phase, float] = {}
+def scenario(rng: np.random.Generator) -> Scenario:
+    """One draw: standard normal, and exponents of `SCALING_DEVIATION`."""
+    deviations: dict[Phase, float] = {}
     exponents: dict[Phase, float] = {}
     for phase in PHASES:
-        error = request.costs.phases.get(phase, PhaseFactor()).error or SPREADS[phase]["plain"]
-        factors[phase] = float(np.exp(rng.normal(0.0, error)))
+        deviations[phase] = float(rng.normal())
         exponents[phase] = float(rng.normal(0.0, SCALING_DEVIATION))
-    return Scenario(factors, exponents)
+    return Scenario(deviations, exponents)
 
 
 def erring(prepared: PreparedProblem, drawn: Scenario) -> SearchProblem:
-    """The problem as it would be under these errors."""
+    """The problem as it would be under these errors: each option and move is off by the deviation that the bar has."""
     problem, request = prepared.problem, prepared.request
     tables = list(problem.tables)
     for task in problem.tasks:
         phase = phase_of(request.graph.calls[task.name])
         sizes = {table: problem.meshes[mesh].n_devices for mesh, table in task.tables.items()}
         for table, size in sizes.items():
-            factor = drawn.factors[phase] * (size / problem.devices) ** drawn.exponents[phase]
-            tables[table] = _scaled(problem.tables[table], factor)
+            factors = np.exp(drawn.deviations[phase] * _errors(prepared.options[table]))
+            factors *= (size / problem.devices) ** drawn.exponents[phase]
+            tables[table] = _scaled(problem.tables[table], factors)
+    longer = float(np.exp(drawn.deviations["reallocate"] * moves_error(request)))
 
     def move_seconds(move: Move, source: int, target: int) -> Floats:
-        return problem.move_seconds(move, source, target) * drawn.factors["reallocate"]
+        return problem.move_seconds(move, source, target) * longer
 
     return replace(problem, tables=tuple(tables), move_seconds=move_seconds)
 
 
-def _scaled(table: OptionTable, factor: float) -> OptionTable:
-    return replace(table, seconds=table.seconds * factor, latency=table.latency * factor)
+def _errors(options: Sequence[PricedOption]) -> Floats:
+    return np.array([option.error for option in options], dtype=np.float64)
+
+
+def _scaled(table: OptionTable, factors: Floats) -> OptionTable:
+    return replace(table, seconds=table.seconds * factors, latency=table.latency * factors)
 
 
 def _candidates(

@@ -22,10 +22,15 @@ def calls_error(request: PlanRequest, plan: Plan) -> float:
     return hypot(*off.values()) / total if total > 0 else 0.0
 
 
+def moves_error(request: PlanRequest) -> float:
+    """Deviation of the seconds of a move of weights."""
+    known = request.costs.phases.get("reallocate")
+    return max(known.error if known is not None else 0.0, measured_deviation("reallocate", cpu=request.cluster.is_cpu))
+
+
 def _nodes(request: PlanRequest, plan: Plan) -> Iterator[tuple[SpreadPhase, float, float]]:
     """Phase, seconds and deviation of each node of the circuit."""
-    free, known = free_seconds(request), request.costs.phases.get("reallocate")
-    moves = max(known.error if known is not None else 0.0, measured_deviation("reallocate", cpu=request.cluster.is_cpu))
+    free, moves = free_seconds(request), moves_error(request)
     for name in plan.bottleneck:
         if name in plan.allocations:
             yield phase_of(request.graph.calls[name]), plan.allocations[name].seconds, plan.allocations[name].error
