@@ -4,9 +4,9 @@ Every tensor is cut evenly over pp stages and tp parts; routed experts over grou
 each (`memory.trained_expert_ranks`, `served_expert_ranks`), and under fsdp each slice over the devices that have it:
 the dp x cp copies, of experts that are spread those in other groups of ep. So a device holds a box of the model, an
 interval on every axis, which follows from its coordinates (`plan/axes.py`), and neighbours on one node hold a box too.
-Two boxes have the product of their overlaps in common, and the worst device that least. Where the stages of two layouts
-are whole multiples of the patterns within them, every pattern occurs in every stage, and the least product is the
-product of the least; else all devices are looked at. Arrays over layouts.
+Two boxes have the product of their overlaps in common, and the worst device that least. Where stages overlap alike on
+all devices, or are whole multiples of the patterns within them, so that every pattern occurs in every stage, the least
+product is the product of the least; else all devices are looked at. Arrays over layouts.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,8 @@ from msgspec import Struct
 from realgraph.planner.plan.axes import stride_of
 from realgraph.planner.plan.layout import Layout
 from realgraph.planner.plan.problem import Bools, Floats, Ints
+
+EQUAL = 1e-9  # share of a model: what rounding leaves, below any tensor
 
 
 class Cuts(Struct, frozen=True, eq=False):
@@ -122,15 +124,15 @@ def _common(source: Cuts, target: Cuts, runs: tuple[Runs, Runs], weights: Weight
     kind = weights.dense == 0
     shards = _shards(source, here.length, routed=kind)[:, None], _shards(target, there.length, routed=kind)[None, :]
     shared = np.where(np.maximum(*shards) >= 1, shards[0] * shards[1], 0.0)
-    stages, at = _least_stages(source, target, runs)
+    stages, varied = _least_stages(source, target, runs)
     common = stages * _least_inner(source, target, runs, weights)
-    period = np.lcm(_period(source, here.length)[:, None], _period(target, there.length)[None, :])
-    size = np.gcd((source.devices // source.stages)[:, None], (target.devices // target.stages)[None, :])
-    offset = int(here.starts[0] - there.starts[0])
-    mixed = (np.gcd(size, offset) % period != 0) & at
-    if mixed.any():
-        i, j = np.nonzero(mixed)
-        common[i, j] = _least_of_pairs(_chosen(source, i), _chosen(target, j), runs, weights)
+    i, j = np.nonzero(varied)
+    period = np.lcm(_period(source, here.length)[i], _period(target, there.length)[j])
+    size = np.gcd((source.devices // source.stages)[i], (target.devices // target.stages)[j])
+    mixed = np.gcd(size, int(here.starts[0] - there.starts[0])) % period != 0
+    i, j = i[mixed], j[mixed]
+    if len(i):
+        common[i, j] = _least_of_pairs((source, i), (target, j), runs, weights)
     return np.asarray(common * shared * (_even(source, here.length)[:, None] & _even(target, there.length)))
 
 
@@ -147,13 +149,16 @@ def _period(cuts: Cuts, length: int) -> Ints:
 
 
 def _least_stages(source: Cuts, target: Cuts, runs: tuple[Runs, Runs]) -> tuple[Floats, Bools]:
-    """[cuts of source, cuts of target]: the least overlap of stages, and whether there is more than one in all."""
+    """[cuts of source, cuts of target]: the least overlap of stages, and whether there is some everywhere, here more
+    than there. Else the least product is the product of the least, whatever patterns lie within stages."""
     (ours, i), (theirs, j) = (np.unique(cuts.stages, return_inverse=True) for cuts in (source, target))
     one = _stages(ours, source.devices, runs[0])
     other = _stages(theirs, target.devices, runs[1])
-    least = _overlap((one[0][:, None], one[1][:, None]), (other[0][None], other[1][None])).min(axis=-1)
+    overlaps = _overlap((one[0][:, None], one[1][:, None]), (other[0][None], other[1][None]))
+    least, most = overlaps.min(axis=-1), overlaps.max(axis=-1)
+    varied = (least > EQUAL) & (most > least * (1 + EQUAL))
     both = np.ix_(i.reshape(-1), j.reshape(-1))
-    return least[both], np.maximum(source.stages[:, None], target.stages[None, :]) > 1
+    return least[both], varied[both]
 
 
 def _least_inner(source: Cuts, target: Cuts, runs: tuple[Runs, Runs], weights: Weights) -> Floats:
@@ -178,10 +183,19 @@ def _inner(cuts: Cuts, weights: Weights) -> tuple[Cuts, Ints]:
     return _chosen(cuts, first), number.reshape(-1)
 
 
-def _least_of_pairs(source: Cuts, target: Cuts, runs: tuple[Runs, Runs], weights: Weights) -> Floats:
-    """[pairs]: the least of the whole product over all runs, shards aside."""
-    stages = _overlap(_stages(source.stages, source.devices, runs[0]), _stages(target.stages, target.devices, runs[1]))
-    return np.asarray((stages * _inner_overlap(source, target, runs, weights)).min(axis=-1))
+def _least_of_pairs(
+    source: tuple[Cuts, Ints], target: tuple[Cuts, Ints], runs: tuple[Runs, Runs], weights: Weights
+) -> Floats:
+    """[pairs]: the least of the whole product over all runs, shards aside. source, target: cuts, and the number of one
+    of them in each pair."""
+    rows = [cuts.table[:, :4][numbers] for cuts, numbers in (source, target)]  # shards aside
+    pairs, number = np.unique(np.concatenate(rows, axis=1), axis=0, return_inverse=True)
+    whole = np.ones((len(pairs), 2), dtype=np.int64)  # of shards
+    one = Cuts(source[0].devices, *np.concatenate([pairs[:, :4], whole], axis=1).T)
+    other = Cuts(target[0].devices, *np.concatenate([pairs[:, 4:], whole], axis=1).T)
+    stages = _overlap(_stages(one.stages, one.devices, runs[0]), _stages(other.stages, other.devices, runs[1]))
+    least = (stages * _inner_overlap(one, other, runs, weights)).min(axis=-1)
+    return np.asarray(least[number.reshape(-1)])
 
 
 def _inner_overlap(source: Cuts, target: Cuts, runs: tuple[Runs, Runs], weights: Weights) -> Floats:
