@@ -16,7 +16,7 @@ from realgraph.planner.inputs.devices import EfficiencyFactors
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 
 
-class EngineOverheads(Struct, frozen=True, forbid_unknown_fields=True):
+class EngineOverheads(Struct, frozen=True, forbid_unknown_fields=True, cache_hash=True):
     """Overheads of one system in seconds, per what each name says; 0 is none.
 
     Units other than seconds stand at the end of a field's name.

@@ -15,7 +15,7 @@ from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.planner.plan.layout import Layout
 
 
-class Setting(Struct, frozen=True):
+class Setting(Struct, frozen=True, cache_hash=True):
     """One role under one layout on a cluster: what every cost depends on."""
 
     model: ModelSpec

@@ -5,6 +5,7 @@ the same turns; a second train call of the role would need its states elsewhere,
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import chain
 
 from msgspec.structs import replace
@@ -67,8 +68,12 @@ def _chunk_counts(request: PlanRequest, call: str, plain: CallOption, cluster: C
 
 def counts_without_single_layers(request: PlanRequest, call: str, layout: Layout) -> tuple[int, ...]:
     """CHUNK_COUNTS of stages of balanced layers under which no chunk is a single layer."""
-    model, head = request.model(call), request.role(call).head
-    free = replace(layout, stages=())
+    return _plain_counts(request.model(call), request.role(call).head, layout.pp)
+
+
+@lru_cache(maxsize=1 << 10)
+def _plain_counts(model: ModelSpec, head: Head, pp: int) -> tuple[int, ...]:
+    free = Layout(ONE_DEVICE, pp=pp)
     fitting = [chunks for chunks in CHUNK_COUNTS if chunks <= least_layers(model, head, free)]
     return tuple(chunks for chunks in fitting if not has_single_layers(stages_of(model, head, free, chunks)))
 

@@ -75,8 +75,8 @@ Run = tuple[Layout, int, tuple[Recompute, Schedule, int]]  # what is computed, w
 
 
 class Timed(Struct, frozen=True):
-    """The common part of several candidates of one call on one mesh: seconds and bytes of a run, bytes of a copy, and
-    seconds for the inputs of so many data-parallel ranks."""
+    """The common part of several candidates of one call on one mesh: seconds and bytes of a run, bytes of a copy,
+    seconds for the inputs of so many data-parallel ranks, and seconds beside the run."""
 
     least: float = 0.0  # no plan has a shorter period, as far as is known
     careful: bool = False  # rows of streams tell what becomes of their caches where other calls share the mesh
@@ -88,6 +88,7 @@ class Timed(Struct, frozen=True):
     running: dict[Run, tuple[int, int]] = {}  # bytes that it adds, and the margin
     waiting: dict[tuple[Layout, Residency], tuple[int, int, int, int]] = {}  # resident, active, shared and host bytes
     inputs: dict[int, float] = {}
+    beside: dict[tuple[Layout, Residency], float] = {}  # seconds of offloading, engine and controller
 
 
 def options_of(
@@ -141,13 +142,16 @@ def _timings(
     timings = known.timings[key]
     if ranks not in known.inputs:
         known.inputs[ranks] = input_seconds(request, call, candidate.layout, cluster)
-    more = known.inputs[ranks] + _beside_seconds(request, call, candidate, cluster)
+    kept = candidate.layout, candidate.residency
+    if kept not in known.beside:
+        known.beside[kept] = _beside_seconds(request, call, candidate, cluster)
+    more = known.inputs[ranks] + known.beside[kept]
     if known.window is not None:
-        kept = tuple(i for i, one in enumerate(timings) if _within(known.window, request, call, candidate, (one, more)))
-        missing = [number for number in kept if (key, number) not in known.refined]
+        wanted = [i for i, one in enumerate(timings) if _within(known.window, request, call, candidate, (one, more))]
+        missing = [number for number in wanted if (key, number) not in known.refined]
         parts = _refined(request, call, candidate, cluster, (known.careful, missing))
         known.refined.update(((key, number), cut) for number, cut in zip(missing, parts, strict=True))
-        timings = tuple(one for number in kept for one in known.refined[key, number])
+        timings = tuple(one for number in wanted for one in known.refined[key, number])
     for base in timings:
         yield base, corrected(request, call, candidate, base, more)
 
