@@ -36,11 +36,12 @@ SCORE_BYTES = 5  # scores, their softmax in 16 bits, and a mask (arXiv:2205.0519
 # the product's gradient, that of the outputs and that of the weights before it is summed (torchtitan, models/moe.py).
 COMBINED_FLOAT32 = 4
 # For one axis of Megatron-DeepSpeed: Megatron's own communicator, DeepSpeed's (runtime/pipe/topology.py), and one of
-# pairs of stages, of all model-parallel ranks or of embeddings. Counted for BLOOM's rows, used for them alone.
+# pairs of stages, of all model-parallel ranks or of embeddings. Counted for BLOOM's rows, used for them alone, and not
+# where they are predicted by what other systems tell.
 DEEPSPEED_COMMUNICATORS = 3
 # What PyTorch's allocator of 2022 keeps beyond live tensors, which BLOOM's peaks, read from the driver, have in them.
 # It gives that up before it runs out of memory, so it is no part of what must fit. Told by BLOOM's rows, used for them
-# alone.
+# alone, and as above.
 CACHED_SHARE = 0.06
 
 
@@ -71,18 +72,19 @@ def regimes_of_case(case: Case) -> Iterator[Regime]:
     return regimes_of(case.setting.model, case.setting.layout, case.work.sample_tokens)
 
 
-def groups_of(case: Case) -> int:
-    """Bytes of a configuration's communicators, beyond the first one."""
-    if case.setting.engine.name != DEEPSPEED_2022.name:
+def groups_of(case: Case, *, known: bool = True) -> int:
+    """Bytes of a configuration's communicators, beyond the first one. known: with what its own system tells."""
+    if not known or case.setting.engine.name != DEEPSPEED_2022.name:
         return communicators(case.setting.layout).total
     layout = case.setting.layout
     axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp))
     return COMMUNICATOR_BYTES * max(0, DEEPSPEED_COMMUNICATORS * axes - 1)
 
 
-def fits(case: Case) -> bool:
-    """True where the bound of a configuration's peak is within what its devices have."""
-    return footprint(case).total + groups_of(case) + margin_of(case) <= usable_bytes(case.setting.cluster)
+def fits(case: Case, *, known: bool = True) -> bool:
+    """True where the bound of a configuration's peak is within what its devices have. known: see `groups_of`."""
+    needed = footprint(case).total + groups_of(case, known=known) + margin_of(case)
+    return needed <= usable_bytes(case.setting.cluster)
 
 
 def _added(case: Case, recompute: Recompute) -> Footprint:
@@ -170,9 +172,11 @@ def predictions(case: Case) -> Iterator[Prediction]:
     peak = peak_of(case)
     if peak is not None:
         unit = _unit(peak.row)
-        yield Prediction(peak.row, "memory", group, peak.measured / unit, peak.predicted / unit, moe)
+        measured, predicted, unknown = (one / unit for one in (peak.measured, peak.predicted, peak.unknown))
+        yield Prediction(peak.row, "memory", group, measured, predicted, moe, unknown=unknown)
     ran = not any(metric == "oom" and row.number("value") for metric, row in case.rows.items())
-    yield Prediction(case.rows.get("oom", row), "fits", group, float(ran), float(fits(case)), moe)
+    called, unseen = float(fits(case)), float(fits(case, known=False))
+    yield Prediction(case.rows.get("oom", row), "fits", group, float(ran), called, moe, unknown=unseen)
 
 
 def peak_of(case: Case) -> Peak | None:
@@ -180,11 +184,19 @@ def peak_of(case: Case) -> Peak | None:
     row = case.rows.get("peak_memory")
     if row is None or row.number("value") <= 0 or row.unit not in ("GB", "GiB"):
         return None
-    held = footprint(case).total
+    held = unknown = footprint(case).total
     if "BLOOM" in row.system:  # counts the runtime, and what the allocator keeps
+        unknown = held + GPU_RUNTIME_BYTES + groups_of(case, known=False)
         held = round((1 + CACHED_SHARE) * held) + GPU_RUNTIME_BYTES + groups_of(case)
-    memory = case.setting.cluster.memory_bytes
-    return Peak(row, tuple(regimes_of_case(case)), row.number("value") * _unit(row), held, _mixed(case).total, memory)
+    return Peak(
+        row=row,
+        regimes=tuple(regimes_of_case(case)),
+        measured=row.number("value") * _unit(row),
+        predicted=held,
+        varies=_mixed(case).total,
+        device_bytes=case.setting.cluster.memory_bytes,
+        unknown=unknown,
+    )
 
 
 def _unit(row: Row) -> float:

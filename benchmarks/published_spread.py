@@ -31,6 +31,7 @@ class Peak(Struct, frozen=True):
     predicted: float
     varies: float  # what a pass adds, caches aside
     device_bytes: int
+    unknown: float  # predicted without the constants that its system alone tells
 
     def bound(self, spreads: Mapping[Regime, Spread], quantile: float = QUANTILE) -> float:
         """Bytes below which the peak lies, by these spreads."""
@@ -116,9 +117,11 @@ def _coverage_of(peaks: Sequence[Peak], spreads: Mapping[Regime, Spread]) -> Pea
 
 
 def coverage_by_others(peaks: Sequence[Peak], systems: Mapping[str, Sequence[Peak]]) -> dict[str, PeakCoverage]:
-    """The figures of each system's regimes, with the spreads that the peaks of all others tell."""
+    """The figures of each system's regimes, with the spreads that the peaks of all others tell, and without the
+    constants that its own rows tell."""
     found: dict[str, PeakCoverage] = {}
     for name, own in sorted(systems.items()):
         others = learnt([peak for peak in peaks if peak not in own])
-        found |= {f"{name}, {regime}": one for regime, one in coverage(own, others).items()}
+        unseen = [replace(peak, predicted=peak.unknown) for peak in own]
+        found |= {f"{name}, {regime}": one for regime, one in coverage(unseen, others).items()}
     return found

@@ -27,7 +27,7 @@ DEVICE = 80 * 10**9
 
 
 def peak(measured: float, regimes: tuple[Regime, ...] = ("plain",), **fields: str) -> Peak:
-    return Peak(replace(BLANK, **fields), regimes, measured, 40e9, 20e9, DEVICE)
+    return Peak(replace(BLANK, **fields), regimes, measured, 40e9, 20e9, DEVICE, 40e9)
 
 
 def drawn(rng: random.Random, count: int, regimes: tuple[Regime, ...]) -> list[Peak]:
@@ -75,6 +75,8 @@ def test_a_system_is_told_by_all_others() -> None:
     by_others = coverage_by_others([*exact, *above], systems)
     assert by_others["above, plain"].below_bound == 0
     assert by_others["exact, plain"].below_bound == 1
+    told = coverage_by_others([*exact, *(replace(one, predicted=44e9) for one in above)], systems)
+    assert told["above, plain"] == by_others["above, plain"]  # a constant of its own rows is not used for it
     assert coverage(exact, SPREADS)["all"].below_mean == 1
     assert coverage(above, SPREADS)["plain"].bias == pytest.approx(40 / 44 - 1)
 
