@@ -222,7 +222,7 @@ class Watched(TorchTrainEngine):
         return found
 
     def watch(self) -> Training:
-        """Begin; the notes fill as it trains."""
+        """Begin, once; the notes fill as it trains, and new ones may take the place of `seen`."""
         self.seen = Training()
         assert self.adam is not None
         adam, step = self.adam, self.adam.step
@@ -305,10 +305,15 @@ def train(ranks: LayoutRanks, case: Case, models: Path) -> Training | None:
         found = {str(i): engine.outputs(output, batch) for i, batch in enumerate(batches[:2])}
         seen.before[output] = [*numpy(found).values()]
     seen.steps.append(engine.train(call_of(case), batches, TrainOptions(case.recompute)))
-    seen.weights = copied(engine.contents.weights)
-    for kind, held in engine.contents.states.items():
-        seen.moments |= copied({f"{kind}.{name}": part for name, part in held.items()})
+    note_end(engine)
     return seen
+
+
+def note_end(engine: Watched) -> None:
+    """Write down the weights and moments that lie on this worker."""
+    engine.seen.weights = copied(engine.contents.weights)
+    for kind, held in engine.contents.states.items():
+        engine.seen.moments |= copied({f"{kind}.{name}": part for name, part in held.items()})
 
 
 def merged(found: Sequence[Training], step: int) -> dict[str, float]:
