@@ -20,6 +20,7 @@ from realgraph.planner.costs.memory.memory import (
     TERMS,
     Footprint,
     Running,
+    StateShare,
     communicators,
     gathered,
     local_params,
@@ -114,7 +115,7 @@ def _states(case: Case, row: Row) -> Footprint:
     model, role, layout = setting.model, setting.role, setting.layout
     distributed = setting.engine.distributed and _stage(row) > 0
     share = adapted_share(model, role, case.lora_rank) if case.lora_rank else 1.0
-    states = trained_copy(model, role, layout, distributed, share)
+    states = trained_copy(model, role, layout, StateShare(distributed, share))
     if layout.sharding == "fsdp":
         kept = replace(states, gradients=states.gradients // 2)  # summed where the backward pass leaves them
         if layout.dp * layout.cp == 1:  # one device's shards are float32 masters too

@@ -52,7 +52,7 @@ def test_states_of_a_distributed_optimizer_by_hand() -> None:
     states = memory.trained_copy(model, BF16, layout(4, 8, 4))
     expected = (2 * params, 4 * params, 3 * params)
     assert (states.weights, states.gradients, states.optimizer) == pytest.approx(expected, rel=1e-6)
-    whole = memory.trained_copy(model, BF16, layout(4, 8, 4), distributed=False)
+    whole = memory.trained_copy(model, BF16, layout(4, 8, 4), memory.StateShare(distributed=False))
     assert whole.total == pytest.approx(18 * params, rel=1e-6)
     assert memory.frozen_copy(model, BF16, layout(4, 8, 4)).total == states.weights
     wide = memory.trained_copy(model, replace(BF16, dtype="float32"), layout(4, 8, 4))  # weights are the masters

@@ -10,7 +10,7 @@ from benchmarks.published_adapters import adapted_share, adapted_train_seconds, 
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.compute.states import state_costs
 from realgraph.planner.costs.compute.train import TrainWork, train_seconds
-from realgraph.planner.costs.memory.memory import trained_copy
+from realgraph.planner.costs.memory.memory import StateShare, trained_copy
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from tests.planner_cases import cluster, known
@@ -70,7 +70,7 @@ def test_adapters_have_states_and_the_rest_only_weights() -> None:
     """Rank 16 on all matrices of Llama 3.1 8B: 41,943,040 parameters, as PEFT prints them."""
     model, layout = known(LLAMA), Layout(DeviceMesh(0, 1))
     assert lora_params(model, 16) == 41_943_040
-    light = trained_copy(model, BF16, layout, trained_share=adapted_share(model, BF16, 16))
+    light = trained_copy(model, BF16, layout, share=StateShare(trained=adapted_share(model, BF16, 16)))
     assert light.weights == 2 * model.n_params()
     assert light.gradients + light.optimizer == pytest.approx(16 * 41_943_040, rel=1e-6)
 

@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients, masters and moments on the fullest worker, counted, are those of the planner."""
+"""Bytes of weights, gradients, masters and moments on every worker, counted, are those of the planner."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ from torch.distributed.tensor import DTensor
 from realgraph.graphs.errors import Where
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.memory.memory import Running, gathered, rescue_copies, trained_copy
-from realgraph.planner.inputs.model_spec import spec_from_config
+from realgraph.planner.inputs.model_spec import ModelSpec, spec_from_config
+from realgraph.planner.plan.axes import coordinates_of
+from realgraph.planner.plan.layout import Layout
 from realgraph.runtime.engine import RELEASED, TrainSettings
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
@@ -106,15 +108,19 @@ def test_counted_bytes_are_the_planners(four: RankProcesses, wide: Path, name: s
     assert len(found) == layout.mesh.n_devices
     network = tiny.network(kind, **MODELS[kind])
     model, role = spec_from_config(network.config.to_dict(), Where()), ModelRole(trainable=True, dtype=dtype)
-    states = trained_copy(model, role, layout)
+    for worker, on_worker in enumerate(found):
+        stage = coordinates_of(layout, layout.mesh.first + worker).pp
+        assert on_worker == pytest.approx(terms(model, role, layout, stage), rel=0.02), worker
+    fullest = {term: max(on_worker[term] for on_worker in found) for term in found[0]}
+    assert fullest == pytest.approx(terms(model, role, layout, None), rel=0.02)
+
+
+def terms(model: ModelSpec, role: ModelRole, layout: Layout, stage: int | None) -> dict[str, int]:
+    """The planner's bytes on a device of a pipeline stage, or of the fullest one."""
+    states = trained_copy(model, role, layout, stage=stage)
     expected = {term: getattr(states, term) for term in ("weights", "gradients", "optimizer")}
-    expected["kept"] = rescue_copies(model, role, layout).total // 2
-    expected["left"] = 0  # between two train calls
-    fullest = {term: max(one[term] for one in found) for term in expected}
-    apart = layout.sharding == "fsdp" and layout.pp > 1 and layout.ep > 1  # experts alone here are reduced by nobody
-    if apart:
-        assert 0.8 * expected["gradients"] < fullest.pop("gradients") < expected.pop("gradients")
-    assert fullest == pytest.approx(expected, rel=0.02)
+    expected["kept"] = rescue_copies(model, role, layout, stage).total // 2
+    return expected | {"left": 0}  # between two train calls
 
 
 def gathered_bytes(ranks: LayoutRanks, case: Case, models: Path) -> dict[str, int] | None:

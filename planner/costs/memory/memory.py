@@ -2,10 +2,12 @@
 
 Sizes of states: ZeRO, arXiv:1910.02054, sec. 3.1. Two worlds: this project's engines, on dp alone, and for layouts
 that cut a model an engine in the manner of Megatron-Core, whose states are 6 bytes a bfloat16 parameter and 12 more cut
-over the dp copies, of a float32 one 8 and 8. All numbers are of the fullest device.
+over the dp copies, of a float32 one 8 and 8. All numbers are of the fullest device, but where a stage is asked for.
 """
 
 from functools import lru_cache
+
+from msgspec import Struct
 
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.memory.activations import (
@@ -52,6 +54,7 @@ __all__ = [
     "Footprint",
     "Recompute",
     "Running",
+    "StateShare",
     "Term",
     "cache_bytes_per_token",
     "communicators",
@@ -76,33 +79,47 @@ __all__ = [
 ]
 
 
-@lru_cache(maxsize=1 << 16)
-def local_params(model: ModelSpec, role: ModelRole, layout: Layout, serves: bool = False) -> int:
-    """Parameters on the fullest device before dp cuts them: its stage's layers, with the embedding on the first stage
-    and the head on the last.
+class StateShare(Struct, frozen=True):
+    """Optimizer states of an engine: of which share of its parameters, and how they lie."""
 
-    serves: in an engine that only generates, which cuts experts in its own way.
+    distributed: bool | None = None  # cut over the devices that hold the same parameters; None: as `trained_copy` says
+    trained: float = 1.0  # share of the parameters that has gradients and states
+
+
+@lru_cache(maxsize=1 << 16)
+def local_params(
+    model: ModelSpec, role: ModelRole, layout: Layout, serves: bool = False, stage: int | None = None
+) -> int:
+    """Parameters on each device of a pipeline stage before dp cuts them: the stage's layers, with the embedding on the
+    first stage and the head on the last.
+
+    serves: in an engine that only generates, which cuts experts in its own way. stage: None is the fullest one.
     """
     if not cuts_model(layout):
         return model.n_params(role.head)
-    dense, routed = _fullest_stage(model, role, layout, serves)
+    dense, routed = _stage(model, role, layout, serves, stage)
     return int(dense) + int(routed)
 
 
-def local_routed(model: ModelSpec, role: ModelRole, layout: Layout, serves: bool = False) -> int:
+def local_routed(
+    model: ModelSpec, role: ModelRole, layout: Layout, serves: bool = False, stage: int | None = None
+) -> int:
     """Parameters of routed experts among them."""
-    return int(_fullest_stage(model, role, layout, serves)[1])
+    return int(_stage(model, role, layout, serves, stage)[1])
 
 
-def _fullest_stage(model: ModelSpec, role: ModelRole, layout: Layout, serves: bool) -> tuple[float, float]:
+def _stage(model: ModelSpec, role: ModelRole, layout: Layout, serves: bool, stage: int | None) -> tuple[float, float]:
     ranks = served_expert_ranks(layout) if serves else trained_expert_ranks(layout)
-    return _stage_params(model, role.head, (layout.tp, ranks), stages_of(model, role.head, layout))
+    stages = _stage_params(model, role.head, (layout.tp, ranks), stages_of(model, role.head, layout))
+    return max(stages, key=sum) if stage is None else stages[stage]
 
 
 @lru_cache(maxsize=1 << 12)
-def _stage_params(model: ModelSpec, head: Head, ranks: tuple[int, int], stages: Stages) -> tuple[float, float]:
-    """Parameters on each device of the stage that has most of them: all but routed experts, and these. A tied head's
-    matrix lies on the first stage and on the last. ranks: of tensor parallelism, and over which experts are cut."""
+def _stage_params(
+    model: ModelSpec, head: Head, ranks: tuple[int, int], stages: Stages
+) -> tuple[tuple[float, float], ...]:
+    """Parameters on each device of every stage: all but routed experts, and these. A tied head's matrix lies on the
+    first stage and on the last. ranks: of tensor parallelism, and over which experts are cut."""
     tensor, experts = ranks
     head_params, embedding = model.head_params(head), model.vocab * model.hidden
     totals, sparse = stage_totals(stages), _expert_layers(model, stages)
@@ -117,7 +134,7 @@ def _stage_params(model: ModelSpec, head: Head, ranks: tuple[int, int], stages: 
     routed = [s * model.experts * model.expert_params() / experts for s in sparse]
     copied = model.attention_copies(tensor)  # on every rank
     cut = [one / tensor + n * copied for one, n in zip(dense, totals, strict=True)]
-    return max(zip(cut, routed, strict=True), key=sum)
+    return tuple(zip(cut, routed, strict=True))
 
 
 def _expert_layers(model: ModelSpec, stages: Stages) -> list[float]:
@@ -136,44 +153,50 @@ def expert_copies(layout: Layout) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def trained_copy(
-    model: ModelSpec, role: ModelRole, layout: Layout, distributed: bool | None = None, trained_share: float = 1.0
+    model: ModelSpec,
+    role: ModelRole,
+    layout: Layout,
+    share: StateShare = StateShare(),
+    stage: int | None = None,
 ) -> Footprint:
     """Bytes of a trained role under AdamW with gradients summed in the masters' precision, while it trains; between
     train calls there are no gradients.
 
     Whole copies: weights, a master copy where that is wider, summed gradients and two moments; each gradient of a
     backward pass is added to its sum as soon as it is there. FSDP's shards are the masters themselves, and a backward
-    pass leaves gradients of its own. So 16 bytes a parameter in float32, 18 in bfloat16, 20 in FSDP. A distributed
+    pass leaves gradients of its own: those of experts that lie on one device of a pipeline stage alone are summed
+    before the others' one reduction. So 16 bytes a parameter in float32, 18 in bfloat16, 20 in FSDP. A distributed
     optimizer (default: where the layout cuts the model) cuts masters and moments over the devices that hold the same
-    parameters; float32 weights are their own masters. Of the parameters the share `trained_share` has gradients and
-    states.
+    parameters; float32 weights are their own masters. stage: of the pipeline, None is the fullest one.
     """
     own, wide = element_bytes(role.dtype), master_bytes(role)
-    whole = local_params(model, role, layout)
-    trained = round(trained_share * whole)
-    routed = local_routed(model, role, layout) * trained // whole
-    share = ceil_div(trained - routed, layout.dp * layout.cp) + ceil_div(routed, expert_copies(layout))
+    whole = local_params(model, role, layout, stage=stage)
+    trained = round(share.trained * whole)
+    routed = local_routed(model, role, layout, stage=stage) * trained // whole
+    rows = ceil_div(trained - routed, layout.dp * layout.cp) + ceil_div(routed, expert_copies(layout))
     if layout.sharding == "fsdp" and layout.dp * layout.cp > 1:
-        held = _sharded_params(model, role, layout)
-        return Footprint(weights=wide * held, gradients=2 * wide * share, optimizer=2 * wide * share)
-    stepped = share if (cuts_model(layout) if distributed is None else distributed) else trained
+        held = _sharded_params(model, role, layout, stage)
+        apart = layout.pp > 1 and layout.ep > 1 and expert_copies(layout) == 1
+        left = max(rows - routed, routed) if apart else rows
+        return Footprint(weights=wide * held, gradients=wide * (rows + left), optimizer=2 * wide * rows)
+    stepped = rows if (cuts_model(layout) if share.distributed is None else share.distributed) else trained
     return Footprint(
         weights=own * whole, gradients=wide * trained, optimizer=(2 if wide == own else 3) * wide * stepped
     )
 
 
-def _sharded_params(model: ModelSpec, role: ModelRole, layout: Layout) -> int:
+def _sharded_params(model: ModelSpec, role: ModelRole, layout: Layout, stage: int | None = None) -> int:
     """Parameters of which FSDP leaves a device its part: of spread experts over those that hold the same ones."""
-    routed = local_routed(model, role, layout)
-    rest = local_params(model, role, layout) - routed
+    routed = local_routed(model, role, layout, stage=stage)
+    rest = local_params(model, role, layout, stage=stage) - routed
     return ceil_div(rest, layout.dp * layout.cp) + ceil_div(routed, expert_copies(layout))
 
 
-def rescue_copies(model: ModelSpec, role: ModelRole, layout: Layout) -> Footprint:
+def rescue_copies(model: ModelSpec, role: ModelRole, layout: Layout, stage: int | None = None) -> Footprint:
     """Host bytes of the states that a worker keeps of its part before each train call: the last, and the one being
-    taken."""
+    taken. stage: as in `trained_copy`."""
     own, wide = element_bytes(role.dtype), master_bytes(role)
-    rows, whole = _sharded_params(model, role, layout), local_params(model, role, layout)
+    rows, whole = _sharded_params(model, role, layout, stage), local_params(model, role, layout, stage=stage)
     weights = rows if layout.sharding == "fsdp" else whole
     states = rows if layout.sharding == "fsdp" or distributes_states(layout) else whole
     return Footprint(optimizer=2 * (own * weights + (2 if wide == own else 3) * wide * states))
