@@ -44,7 +44,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         models = save_models(Path(folder))
         for seed in range(asked.seed, asked.seed + asked.cases):
-            case = drawn(Random(seed))
+            case = drawn(Random(seed).choice, every_layout())
             by_axis.update(axis for axis in ("dp", "tp", "pp", "cp", "ep") if getattr(case.layout, axis) > 1)
             try:
                 check(case, processes.run(train, case, models), alone(case, models), TOLERANCE)

@@ -5,18 +5,18 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import Phase, given, seed, settings
 
 from realgraph.runtime.cpu.train import lean_trains
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.train.errors import NumericsError
 from tests import tiny
 from tests.equivalence.comparing import alone, check, compare
-from tests.equivalence.drawn import RANKS, drawn, every_layout
+from tests.equivalence.drawn import RANKS, cases, every_layout
 from tests.equivalence.layouts import EIGHT, LAYOUTS
 from tests.equivalence.training import LOSSES, MODELS, Case, call_of, minibatches, open_case, ranks_of, train
 from tests.ranks import RankProcesses
@@ -171,6 +171,8 @@ ROUNDED = [
     ("llama deep", "value", "dp2 pp2 twice"),
 ]
 DRAWN = 40  # cases; thousands are benchmarks/equivalence.py
+BLOCKS = 4  # of layouts, each with simple ones and others, for several processes of tests
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)  # an explanation takes too many trainings
 
 
 def test_each_model_has_eight_layouts_and_thirty_layouts_have_two_models() -> None:
@@ -202,10 +204,14 @@ def any_four() -> Iterator[RankProcesses]:
     processes.close()
 
 
-@pytest.mark.parametrize("seed", range(DRAWN))
-def test_drawn_trainings_equal_those_of_one_process(any_four: RankProcesses, models: Path, seed: int) -> None:
-    case = drawn(Random(seed))
-    check(case, any_four.run(train, case, models), alone(case, models), 1e-10)
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_drawn_trainings_equal_those_of_one_process(any_four: RankProcesses, models: Path, block: int) -> None:
+    @settings(max_examples=DRAWN // BLOCKS, phases=PHASES)
+    @given(cases(every_layout()[block::BLOCKS]))
+    def equal(case: Case) -> None:
+        check(case, any_four.run(train, case, models), alone(case, models), 1e-10)
+
+    (seed(block)(equal) if settings().derandomize else equal)()
 
 
 @pytest.mark.parametrize(
