@@ -37,6 +37,7 @@ ROUNDS = 1
 LONGEST_TOKENS = 256
 LONGEST_PROMPT = 20
 PAGED_TARGET = 1.3  # of tokens per second in a cache of a quarter of slots x longest
+RECORDED_TARGET = 0.97  # of the recorded ratio to transformers
 PAD = 0
 RESULTS = Path(__file__).parent / "results" / "generation.json"
 
@@ -241,6 +242,13 @@ def main() -> None:
         return
     measured = {case.name: measure(case) for case in CASES if only in (None, case.name)}
     if only is None:
+        recorded = json.loads(RESULTS.read_text())["cases"] if RESULTS.exists() else {}
+        for name, found in measured.items():
+            if name in recorded:
+                kept = float(str(found["ratio"])) / recorded[name]["ratio"]
+                verdict = "PASS" if kept >= RECORDED_TARGET else "FAIL"
+                print(f"{verdict} {name}: {kept:.3f} x the ratio on record (at least {RECORDED_TARGET})")
+                found["over_recorded"] = {"ratio": kept, "target": RECORDED_TARGET}
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps({"machine": describe(), "cases": measured}, indent=2) + "\n")
 

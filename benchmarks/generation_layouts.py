@@ -24,7 +24,7 @@ from realgraph.graphs.spec import ModelRole
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.engine import OwnWeights, Request, RolloutLimits
 from realgraph.runtime.generate.opening import open_rollout
-from realgraph.runtime.parallel.groups import LayoutRanks
+from realgraph.runtime.parallel.groups import LayoutRanks, Ranks
 from realgraph.runtime.parallel.pipeline.rollout import StagedRollout
 from tests import tiny
 from tests.ranks import RankProcesses, joined
@@ -39,10 +39,25 @@ CONTENDERS = {
 SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = 32, 16, 48
 ROUNDS = 3
 TP_TARGET = 2.2  # seconds of a step of tp2 over those of one process, at most
+COUNTED_SEQUENCES, COUNTED_STEPS = 4, 16
 READ_BYTES = 512 << 20
 
 
-def step_seconds(ranks: LayoutRanks, folder: Path, name: str, sequences: int) -> float:
+def collectives(ranks: LayoutRanks, folder: Path, name: str, new_tokens: int) -> int:
+    """Collectives that this worker takes part in until a few sequences have so many new tokens each."""
+    counted, guard = [0], Ranks._guard
+
+    def counting(group: Ranks, what: str, call: Any) -> Any:
+        counted[0] += 1
+        return guard(group, what, call)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "_guard", counting)
+        step_seconds(ranks, folder, name, COUNTED_SEQUENCES, new_tokens)
+    return counted[0]
+
+
+def step_seconds(ranks: LayoutRanks, folder: Path, name: str, sequences: int, new_tokens: int = NEW_TOKENS) -> float:
     """Seconds of a decode step, on the head; 0 elsewhere."""
     layout, lanes = CONTENDERS[name]
     if ranks.mesh.rank not in layout.mesh.devices:
@@ -58,10 +73,10 @@ def step_seconds(ranks: LayoutRanks, folder: Path, name: str, sequences: int) ->
         if groups.heads:
             prompts = [tuple(rng.randrange(1, 4096) for _ in range(PROMPT_TOKENS)) for _ in range(sequences)]
             started, done = time.perf_counter(), 0
-            engine.submit([Request(i, prompt, NEW_TOKENS, seed=i) for i, prompt in enumerate(prompts)])
+            engine.submit([Request(i, prompt, new_tokens, seed=i) for i, prompt in enumerate(prompts)])
             while done < sequences:
                 done += len(engine.take(60.0))
-            seconds = (time.perf_counter() - started) / NEW_TOKENS
+            seconds = (time.perf_counter() - started) / new_tokens
             engine.pause()
             engine.dismiss()
         else:
@@ -96,6 +111,9 @@ def main() -> None:
             for name, found in seconds.items():
                 found.append(max(processes.run(step_seconds, model, name, SEQUENCES)))
             single.append(max(processes.run(step_seconds, model, "one process", 1)))
+        short, long = (
+            max(processes.run(collectives, model, "tp2", tokens)) for tokens in (COUNTED_STEPS, 2 * COUNTED_STEPS)
+        )
         processes.close()
     step = {name: statistics.median(found) for name, found in seconds.items()}
     for name, found_seconds in step.items():
@@ -104,6 +122,10 @@ def main() -> None:
         print(f"{name:>16}: {1e3 * found_seconds:6.1f} ms a step, {rate:5.0f} tokens/s, {ratio:.2f} x one process")
     tp = step["tp2"] / step["one process"]
     print(f"{'PASS' if tp <= TP_TARGET else 'FAIL'} a step of tp2 takes {tp:.2f} x one process's, at most {TP_TARGET}")
+    counted = (long - short) / COUNTED_STEPS
+    expected = 2 * SHAPE["num_hidden_layers"] + 2  # two a layer, one for the draw, one header
+    verdict = "PASS" if counted <= expected else "FAIL"
+    print(f"{verdict} a step of tp2 has {counted:g} collectives, at most {expected}: two a layer, a draw, a header")
     lanes = {name: step[f"{name}, one lane"] / step[f"{name}, two lanes"] for name in ("pp2", "pp2 x2")}
     for name, ratio in lanes.items():
         print(f"two lanes on {name}: {ratio:.2f} x one lane")
@@ -115,6 +137,7 @@ def main() -> None:
         "seconds_of_a_step": step,
         "tp2_over_one_process": round(tp, 2),
         "target": TP_TARGET,
+        "tp2_collectives_of_a_step": {"counted": counted, "target": expected},
         "two_lanes_over_one": {name: round(ratio, 2) for name, ratio in lanes.items()},
         "one_sequence": {"seconds": statistics.median(single), "share_of_memory_bandwidth": round(share, 2)},
     }

@@ -32,8 +32,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from benchmarks.machine import describe
 from realgraph.graphs.maths import CrossEntropy, Loss, TokenMean
 from realgraph.graphs.spec import ModelRole, Optimizer, Train
+from realgraph.planner.costs.compute.pipeline import MicroBatch, Pipeline, pipeline_seconds
 from realgraph.planner.plan.layout import DeviceMesh, Layout
-from realgraph.planner.plan.stages import layer_ranges
+from realgraph.planner.plan.stages import balanced_stages, layer_ranges
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.engine import TrainSettings
 from realgraph.runtime.models.building import Start, build
@@ -276,7 +277,34 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
                     flush=True,
                 )
     processes.close()
-    return {"seconds": best, "tokens": {k: sum(w.lengths) for k, w in works(64).items()}}
+    return {
+        "seconds": best,
+        "interleaved_over_1f1b": interleaving(name, best),
+        "tokens": {k: sum(w.lengths) for k, w in works(64).items()},
+    }
+
+
+def interleaving(name: str, best: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """Seconds of 1F1B over those of interleaved chunks: by lengths as measured, and as the schedules' formula has it
+    where messages and chunks cost nothing."""
+    layers, width = SHAPES[name]["num_hidden_layers"], SHAPES[name]["hidden_size"]
+    chunks = {**LAYOUTS, **(FEW if name != "30M" else {})}["pp2 interleaved"].stages
+    attention = (
+        2
+        * width
+        * SHAPES[name]["head_dim"]
+        * (SHAPES[name]["num_attention_heads"] + SHAPES[name]["num_key_value_heads"])
+    )
+    head = SHAPES[name]["vocab_size"] * width / (attention + 3 * width * SHAPES[name]["intermediate_size"])
+    one = MicroBatch(1.0, 2.0, 3.0 * head)
+    plain = Pipeline(balanced_stages(layers, 2, 1, (0.0, head)))
+    predicted = pipeline_seconds(one, plain, MICROBATCHES) / pipeline_seconds(
+        one, Pipeline(chunks, "interleaved"), MICROBATCHES
+    )
+    found = {lengths: seconds["pp2"] / seconds["pp2 interleaved"] for lengths, seconds in best.items()}
+    told = ", ".join(f"{ratio:.2f} ({lengths})" for lengths, ratio in found.items())
+    print(f"{name:>5} interleaved over 1F1B: {told}; where messages and chunks cost nothing {predicted:.2f}")
+    return {"measured": found, "bound": predicted}
 
 
 def main() -> None:
