@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.audit import judge_run
+from realgraph.runtime.drawn.sharing import KEEP_SECONDS
 from tests.runs import GRPO, Running, finish, home, merged, records, start, write_run
 
 pytest.importorskip("torch")
 __all__ = ["home"]
 
+SLACK_SECONDS = 0.5  # for what engines tell to arrive
 SLOW = """
 import time
 from pathlib import Path
@@ -55,19 +57,26 @@ def holding(home: Path) -> Iterator[None]:
         (home / "hold").unlink()
 
 
-def stands_still(run: Path) -> bool:
-    """True where no step ends for so long that engines tell each other twice what they have drawn."""
-    before = len(records(run))
-    time.sleep(2.5)
-    return len(records(run)) == before
+def until_still(running: Running) -> None:
+    """Wait until no step has ended for so long that engines have told each other twice what they have drawn."""
+    n_steps, since = -1, 0.0
+
+    def stands_still() -> bool:
+        nonlocal n_steps, since
+        now, before = time.monotonic(), n_steps
+        n_steps = len(running.records())
+        since = since if n_steps == before else now
+        return now > since + 2 * KEEP_SECONDS + SLACK_SECONDS
+
+    running.until(stands_still, "the last step whose rewards are there")
 
 
-def lose_engine(home: Path, running: Running, run: str, worker: int, by: signal.Signals = signal.SIGKILL) -> None:
+def lose_engine(home: Path, running: Running, worker: int, by: signal.Signals = signal.SIGKILL) -> None:
     """End an engine while all groups wait for their rewards: others know its tokens, and no step has begun that needs
     what it has."""
     before = running.output().count(" was lost: ")
     with holding(home):
-        running.until(lambda: stands_still(home / run), "the last step whose rewards are there")
+        until_still(running)
         os.kill(running.workers()[worker], by)
         running.until(lambda: running.output().count(" was lost: ") > before, "the loss")
 
@@ -77,7 +86,7 @@ def test_a_run_goes_on_without_an_engine_that_is_killed_and_ends_with_the_last(h
     (home / "slow.py").write_text(SLOW)
     running = start(home, "run", str(write_run(home, "loss", RUN)), name="loss")
     running.until_step(3)
-    lose_engine(home, running, "loss", 0)
+    lose_engine(home, running, 0)
     assert "The run goes on with 1 of 2 engines" in running.output()
     seen = len(records(home / "loss"))
     running.until_step(seen + 6)

@@ -33,11 +33,11 @@ def test_a_new_process_takes_the_place_of_an_engine_that_is_killed(home: Path) -
     running = start(home, "run", str(write_run(home, "back", REPLACED)), name="back")
     running.until_step(3)
     for n, victim in enumerate((0, 0, 1), 1):
-        lose_engine(home, running, "back", victim)
+        lose_engine(home, running, victim)
         until_replaced(running, n)
         assert f"has taken the place of worker {victim}: the run has 2 of 2 engines" in running.output()
         running.until_step(len(records(home / "back")) + 5)
-    lose_engine(home, running, "back", 1)
+    lose_engine(home, running, 1)
     running.until(lambda: "all 3 of rollout.replacements were made" in running.output(), "the last loss")
     running.until_step(len(records(home / "back")) + 2)
     os.kill(running.pid, signal.SIGINT)
@@ -57,7 +57,7 @@ def test_an_engine_that_stands_still_is_killed_and_replaced(home: Path) -> None:
     running = start(home, "run", str(write_run(home, "still", parts)), name="still")
     running.until_step(3)
     before = running.workers()[1]
-    lose_engine(home, running, "still", 1, signal.SIGSTOP)
+    lose_engine(home, running, 1, signal.SIGSTOP)
     until_replaced(running, 1)
     assert "worker 1 was lost: has not been heard of for" in running.output()
     assert running.workers()[1] != before
@@ -86,7 +86,7 @@ def test_trainers_that_divide_the_weights_bring_them_together(
     name = f"divided-{interrupt}"
     running = start(home, "run", str(write_run(home, name, parts)), name=name)
     running.until_step(2)
-    lose_engine(home, running, name, 0)
+    lose_engine(home, running, 0)
     until_replaced(running, 1)
     running.until_step(len(records(home / name)) + 5)
     os.kill(running.pid, signal.SIGINT)
@@ -121,7 +121,7 @@ def test_an_engine_of_several_workers_is_replaced_whole(home: Path, cut: dict[st
     running = start(home, "run", str(write_run(home, name, parts, {"rollout": {"interrupt": interrupt}})), name=name)
     running.until_step(2)
     for n, victim in enumerate((1, 3), 1):
-        lose_engine(home, running, name, victim)
+        lose_engine(home, running, victim)
         until_replaced(running, n)
         running.until_step(len(records(home / name)) + 4)
     os.kill(running.pid, signal.SIGINT)
@@ -189,7 +189,7 @@ def test_an_engine_on_another_host_is_replaced_while_that_host_is_there(home: Pa
     try:
         hosts.at_step(3)
         before = running.workers()[2]
-        lose_engine(home, running, "run", 2)
+        lose_engine(home, running, 2)
         until_replaced(running, 1)
         running.until_step(len(records(home / "run")) + 5)
         assert running.workers()[2] != before

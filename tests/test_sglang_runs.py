@@ -134,7 +134,7 @@ def test_a_worker_that_is_killed_is_replaced_with_its_server(home: Path, tmp_pat
     file = write_run(home, name, spec(home, tmp_path, staleness=1), split, more, long)
     run = start(home, "run", str(file), name=name)
     run.until_step(3)
-    lose_engine(home, run, name, tp - 1)
+    lose_engine(home, run, tp - 1)
     until_replaced(run, 1)
     run.until_step(len(run.records()) + 4)
     assert len(servers_at(run.home)) == 2
