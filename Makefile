@@ -13,11 +13,14 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --maxfail=20
 # Tests start worker processes of their own: a few at a time, however many cores there are.
 SPREAD := --numprocesses=auto --maxprocesses=4 --dist=worksteal
 
+# The planner's search as machine code, kept beside its sources: a second of processor time where it is there already.
+COMPILE = $(BIN)/python -c 'from realgraph.screen.first_search import prepare_search; prepare_search()'
+
 # Tests and benchmarks start many processes, none of which should compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-hosts test-sglang fuzz coverage check marks format docs bench clean
+.PHONY: help quickstart compiled test test-hosts test-sglang fuzz coverage check marks format docs bench clean
 
 help:
 	@echo "make quickstart   train a small model by SFT and GRPO on this machine (a few minutes)"
@@ -35,7 +38,7 @@ $(VENV)/run: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH)
 	$(PIP) --constraint constraints.txt --editable '.[run]'
-	$(BIN)/python -c 'from realgraph.screen.first_search import prepare_search; prepare_search()'
+	$(COMPILE)
 	touch $@
 
 $(VENV)/ready: $(VENV)/run
@@ -52,7 +55,12 @@ $(VENV)/hosts: $(VENV)/ready
 	$(BIN)/python -m tests.slurm_cluster || echo "no Slurm could be fetched: its tests are skipped"
 	touch $@
 
-test: $(VENV)/ready
+# Once, after a change of the search: else every process of the tests, and each one's fork server, compiles it for
+# itself at the same time.
+compiled: $(VENV)/ready
+	@$(COMPILE)
+
+test: compiled
 	$(PYTEST) -q --durations=10 $(SPREAD) --ignore=tests/hosts --ignore=tests/sglang
 
 test-hosts: $(VENV)/hosts
@@ -79,10 +87,10 @@ test-sglang: $(VENV)/ready
 		echo "SGLang can't be installed, see above. SGLANG_OPTIONAL=1 leaves its tests out."; exit 1; \
 	fi
 
-fuzz: $(VENV)/ready
+fuzz: compiled
 	$(PYTEST) -q --hypothesis-profile=random $(SPREAD) --ignore=tests/sglang
 
-coverage: $(VENV)/ready
+coverage: compiled
 	$(PYTEST) -q $(SPREAD) --ignore=tests/sglang --cov --cov-report=term:skip-covered
 
 check: $(VENV)/ready
