@@ -12,8 +12,8 @@ import pytest
 
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.parallel.groups import LayoutRanks
-from realgraph.runtime.parallel.ports import listening_sockets, refuse_connections
 from realgraph.runtime.parallel.rendezvous import CollectiveError, FileRendezvous, reach_store
+from realgraph.runtime.wire.ports import listening_sockets, refuse_connections
 from tests.ranks import RankProcesses
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
