@@ -28,7 +28,8 @@ from realgraph.runtime.parallel.exchange import (
     reallocation,
 )
 from realgraph.runtime.parallel.groups import LayoutRanks
-from realgraph.runtime.parallel.mapped import MappedRoute, wait_for
+from realgraph.runtime.parallel.mapped import MappedRoute
+from realgraph.runtime.parallel.peers import wait_for
 from realgraph.runtime.parallel.rendezvous import CollectiveError
 from realgraph.runtime.parallel.routes import rounds
 from realgraph.runtime.parallel.shares import shares

@@ -9,7 +9,6 @@ by gloo, between GPUs by NCCL. Workers that can read each other's memory need no
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import chain, compress
 from operator import not_
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from realgraph.planner.inputs.model_spec import Head, ModelSpec
 from realgraph.planner.plan.layout import Layout
 from realgraph.runtime.parallel.cuts import Box, layout_boxes, overlap, whole_boxes
 from realgraph.runtime.parallel.groups import Member
-from realgraph.runtime.parallel.rendezvous import CollectiveError
+from realgraph.runtime.parallel.peers import naming
 from realgraph.runtime.parallel.routes import Holdings, Message, Piece, cut_to, rounds
 from realgraph.runtime.parallel.segments import WeightSegment
 from realgraph.runtime.wire.protocol import ArrivedBytes
@@ -354,15 +353,6 @@ def _wait(waits: list[_Wait]) -> None:
         with naming(peer):
             work.wait()
     waits.clear()
-
-
-@contextmanager
-def naming(peer: int) -> Iterator[None]:
-    """Turn what gloo and NCCL raise into an error with the worker at the other end."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise CollectiveError(f"weights to or from worker {peer} did not arrive: {error}") from error
 
 
 def _pack(message: Message, flat: Tensor, place: WorkerParts, passing: dict[Piece, Tensor]) -> None:

@@ -17,7 +17,6 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 import torch
-import torch.distributed as dist
 from msgspec import Struct
 from torch import Tensor
 
@@ -31,9 +30,9 @@ from realgraph.runtime.parallel.exchange import (
     WorkerParts,
     copied,
     messages,
-    naming,
     own_views,
 )
+from realgraph.runtime.parallel.peers import Said, awaited, heard, say, wait_for, word
 from realgraph.runtime.parallel.rendezvous import CollectiveError
 from realgraph.runtime.parallel.segments import MARK_BYTES
 
@@ -42,7 +41,6 @@ log = logging.getLogger(__name__)
 DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 
 T = TypeVar("T")
-Said = tuple[int, Tensor, dist.Work]  # the other end, what must live until it has arrived, its arrival
 
 
 class PlacedPart(Struct, frozen=True, array_like=True):
@@ -124,8 +122,8 @@ class MappedRoute:
             self.arrivals.add(part.box.numel * self._moves.dtype.itemsize, far=False)
         rest = [*(part for part in own if part.name in self._shared), *(self._found or ())]
         yield from copied(rest, self._moves, wanted)
-        self._returned = [say(_word(), sender) for sender in self._senders if reads]
-        self._lend(_awaited, self._readers)
+        self._returned = [say(word(), sender) for sender in self._senders if reads]
+        self._lend(awaited, self._readers)
 
     def settle(self) -> None:
         """Before the weights change: wait until no reader has them on loan. Raises CollectiveError with the one that is
@@ -159,7 +157,7 @@ class MappedRoute:
 
     def _reads(self, receiver: int) -> bool:
         """The word of a receiver: it reads the weights itself. One that is gone gets none as messages either."""
-        return self._unless_gone(receiver, lambda: bool(_heard(_word(), receiver).item()), True)
+        return self._unless_gone(receiver, lambda: bool(heard(word(), receiver).item()), True)
 
     def _tell(self, place: WorkerParts, first: bool) -> None:
         """Tell the receivers that the weights are final; at first also where they lie."""
@@ -167,7 +165,7 @@ class MappedRoute:
         addresses = [part.values.data_ptr() for part in parts]
         assert first or addresses == self._registered, "weights that others read stay where they are"
         news = msgspec.msgpack.encode(_address(place, self._host)) if first else b""
-        self._lend(partial(say, _word(len(news))), self._receivers)
+        self._lend(partial(say, word(len(news))), self._receivers)
         if first:
             data = torch.frombuffer(bytearray(news), dtype=torch.uint8)
             self._lend(partial(say, data), self._receivers)
@@ -176,16 +174,16 @@ class MappedRoute:
     def _hear(self, first: bool) -> None:
         """Hear of the senders that their weights are final; at first also where they lie, and who of the receivers can
         read them there."""
-        sizes = {sender: int(_heard(_word(), sender)) for sender in self._senders}
+        sizes = {sender: int(heard(word(), sender)) for sender in self._senders}
         if not first:
             return
-        heard = {sender: _heard(torch.empty(size, dtype=torch.uint8), sender) for sender, size in sizes.items()}
-        self._reach = {sender: self._open(sender, told.numpy().tobytes()) for sender, told in heard.items()}
+        told = {sender: heard(torch.empty(size, dtype=torch.uint8), sender) for sender, size in sizes.items()}
+        self._reach = {sender: self._open(sender, news.numpy().tobytes()) for sender, news in told.items()}
         self._found = self._find()
-        if heard:
+        if told:
             way = "are read where they lie" if self._found is not None else "come as messages"
             log.info("weights of workers %s %s", ", ".join(map(str, self._senders)), way)
-        answers = [say(_word(self._found is not None), sender) for sender in self._senders]
+        answers = [say(word(self._found is not None), sender) for sender in self._senders]
         self._readers = frozenset(receiver for receiver in self._receivers if self._reads(receiver))
         wait_for(answers)
 
@@ -270,44 +268,3 @@ def _mapped(address: SegmentAddress) -> dict[str, WeightPart]:
         values = empty.set_(storage, placed.offset // empty.element_size(), placed.shape, placed.stride)
         parts[name] = WeightPart(name, Box(placed.start, placed.shape), values)
     return parts
-
-
-# --- messages ---------------------------------------------------------------------------------------------------------
-
-
-def _word(value: int = 0) -> Tensor:
-    return torch.tensor([value])
-
-
-def say(values: Tensor, receiver: int) -> Said:
-    """Send `values`, and wait for nothing."""
-    with naming(receiver):
-        work = dist.isend(values, receiver)
-    assert work is not None, "the default group has all workers"
-    return receiver, values, work
-
-
-def wait_for(said: Iterable[Said]) -> None:
-    """Until all has arrived. Raises CollectiveError with the worker that is gone or far behind."""
-    for peer, _, work in said:
-        with naming(peer):
-            work.wait()
-
-
-def expect(values: Tensor, sender: int) -> Said:
-    """Take what a worker is going to send into `values`, and wait for nothing."""
-    with naming(sender):
-        work = dist.irecv(values, sender)
-    assert work is not None, "the default group has all workers"
-    return sender, values, work
-
-
-def _awaited(sender: int) -> Said:
-    """A word that a worker is going to say."""
-    return expect(_word(), sender)
-
-
-def _heard(into: Tensor, sender: int) -> Tensor:
-    with naming(sender):
-        dist.recv(into, sender)
-    return into

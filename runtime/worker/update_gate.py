@@ -25,8 +25,8 @@ from realgraph.runtime.generate.rollouts import Rollouts, sample_seed
 from realgraph.runtime.job.engine_loss import expendable_workers
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.logprob_gap import EngineGap, check_engines, worst_of
-from realgraph.runtime.parallel.exchange import naming
 from realgraph.runtime.parallel.groups import Ranks
+from realgraph.runtime.parallel.peers import naming
 from realgraph.runtime.parallel.rendezvous import CollectiveError
 from realgraph.runtime.wire.protocol import Max, Metric, Reallocate
 from realgraph.runtime.worker.roles import Roles, logprob_limit
