@@ -48,7 +48,8 @@ def move(
     held: Held, wanted: Held, dtype: torch.dtype = torch.float64, hosts: tuple[int, ...] = (0, 0, 0)
 ) -> Reallocation:
     reads = tuple(message for each in rounds(held, wanted, hosts, 1, UNBOUNDED) for message in each)
-    return Reallocation(rounds(held, wanted, hosts, dtype.itemsize, BUCKET), wanted, dtype, BUCKET, reads, hosts)
+    by_messages = rounds(held, wanted, hosts, dtype.itemsize, BUCKET)
+    return Reallocation(by_messages, wanted, dtype, BUCKET, reads, hosts, held)
 
 
 def placed(worker: int, held: Held, wanted: Held, whole: dict[str, Tensor]) -> WorkerParts:

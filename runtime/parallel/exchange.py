@@ -9,19 +9,19 @@ by gloo, between GPUs by NCCL. Workers that can read each other's memory need no
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, compress
 from operator import not_
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from realgraph.planner.inputs.model_spec import Head, ModelSpec
 from realgraph.planner.plan.layout import Layout
 from realgraph.runtime.parallel.cuts import Box, layout_boxes, overlap, whole_boxes
 from realgraph.runtime.parallel.groups import Member
-from realgraph.runtime.parallel.peers import naming
+from realgraph.runtime.parallel.peers import OtherEnds, Said, expect, say
 from realgraph.runtime.parallel.routes import Holdings, Message, Piece, cut_to, rounds
 from realgraph.runtime.parallel.segments import WeightSegment
 from realgraph.runtime.wire.protocol import ArrivedBytes
@@ -30,6 +30,7 @@ UNBOUNDED = 1 << 62  # elements of a bucket that nothing is copied to
 BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}  # by kind of device
 PACKED_AT_ONCE = {"cpu": 4, "cuda": 1}  # rounds with packed pieces under way: hides what gloo waits for
 ROUNDS_AT_ONCE = {"cpu": 32, "cuda": 1}  # under way at all
+NOBODY: Holdings = {}
 ALONE = 16  # pieces of this part of a bucket travel alone: their copies take longer than a message of their own
 
 
@@ -43,7 +44,7 @@ class WeightPart(NamedTuple):
 
 class Reallocation(NamedTuple):
     """The messages of a reallocation, alike on all workers. reads: what a receiver that can read the senders' memory
-    takes from where, instead of messages; in pieces as large as can be."""
+    takes from where, instead of messages; in pieces as large as can be. holds: the boxes of the senders."""
 
     rounds: tuple[tuple[Message, ...], ...]
     wants: Holdings
@@ -51,6 +52,7 @@ class Reallocation(NamedTuple):
     bucket_bytes: int
     reads: tuple[Message, ...] = ()
     hosts: tuple[int, ...] = ()  # of every worker; (): all are on one
+    holds: Holdings = NOBODY
 
 
 class WorkerParts(NamedTuple):
@@ -89,7 +91,7 @@ def reallocation(
     hosts = [names.index(name) for name in names]
     messages = rounds(held, wanted, hosts, dtype.itemsize, bucket)
     whole = rounds(held, wanted, hosts, 1, UNBOUNDED) if member.device.type == "cpu" else ()
-    return Reallocation(messages, wanted, dtype, bucket, tuple(chain.from_iterable(whole)), tuple(hosts))
+    return Reallocation(messages, wanted, dtype, bucket, tuple(chain.from_iterable(whole)), tuple(hosts), held)
 
 
 class Arriving(Iterator[WeightPart]):
@@ -118,10 +120,11 @@ class Arriving(Iterator[WeightPart]):
 
 
 class Arrivals:
-    """Counts what comes to one worker from others."""
+    """Counts what comes to one worker from others. `missing`: what has not come last, as its sender is gone."""
 
     def __init__(self) -> None:
         self.total = ArrivedBytes()
+        self.missing: tuple[Message, ...] = ()
 
     def add(self, n_bytes: int, *, far: bool) -> None:
         """So many more; far: from another host."""
@@ -143,16 +146,36 @@ def exchange(moves: Reallocation, place: WorkerParts, arrivals: Arrivals | None 
 
 
 def messages(
-    moves: Reallocation, place: WorkerParts, wanted: Mapping[str, WeightPart], arrivals: Arrivals | None
+    moves: Reallocation,
+    place: WorkerParts,
+    wanted: Mapping[str, WeightPart],
+    arrivals: Arrivals | None,
+    peers: OtherEnds | None = None,
 ) -> Iterator[WeightPart]:
-    """The parts that come from others. wanted: the memory where they are wanted, as far as it is known."""
-    for message, flat in _Flight(moves, place, wanted).arrivals():
+    """The parts that come from others. wanted: the memory where they are wanted, as far as it is known. peers: who may
+    be gone; None: nobody."""
+    flight = _Flight(moves, place, wanted, peers or OtherEnds())
+    for message, flat in flight.arrivals():
         if arrivals is not None:
             far = bool(moves.hosts) and moves.hosts[message.sender] != moves.hosts[place.worker]
             arrivals.add(flat.nbytes, far=far)
         for piece, those in zip(message.pieces, _split(message, flat), strict=True):
             for name, one in zip(piece.tensors, those.view(-1, *piece.box.shape), strict=True):
                 yield WeightPart(name, piece.box, one)
+    if arrivals is not None:
+        arrivals.missing = tuple(flight.missing)
+
+
+def parts_of(these: Iterable[Message], parts: Iterable[WeightPart]) -> Iterator[WeightPart]:
+    """The parts, as far as they lie in the boxes of some messages."""
+    boxes: dict[str, list[Box]] = {}
+    for piece in chain.from_iterable(message.pieces for message in these):
+        for name in piece.tensors:
+            boxes.setdefault(name, []).append(piece.box)
+    for part in parts:
+        for box in boxes.get(part.name, ()):
+            if (common := part.box.intersect(box)) is not None:
+                yield WeightPart(part.name, common, part.values[common.within(part.box).slices])
 
 
 def own_parts(moves: Reallocation, place: WorkerParts) -> Iterator[WeightPart]:
@@ -227,14 +250,11 @@ def _most(by_round: Iterable[Sequence[Message]]) -> int:
     return max((sum(message.numel for message in messages) for messages in by_round), default=0)
 
 
-_Wait = tuple[int, dist.Work | None]  # the peer at the other end
-
-
 class _Round(NamedTuple):
     """A round's messages of one worker, under way."""
 
-    sent: list[_Wait]
-    coming: list[_Wait]
+    sent: list[Said | None]
+    coming: list[Said | None]  # None: the other end is gone
     arrived: list[tuple[Message, Tensor]]  # once `coming` is over
 
 
@@ -242,8 +262,11 @@ class _Flight:
     """The rounds of one worker. Several are under way at a time: while one comes, those after it are packed and sent,
     as far as this worker has what they hand on."""
 
-    def __init__(self, moves: Reallocation, place: WorkerParts, wanted: Mapping[str, WeightPart]) -> None:
+    def __init__(
+        self, moves: Reallocation, place: WorkerParts, wanted: Mapping[str, WeightPart], peers: OtherEnds
+    ) -> None:
         """wanted: the memory where parts are wanted."""
+        self._peers, self.missing = peers, list[Message]()
         worker, least = place.worker, moves.bucket_bytes // moves.dtype.itemsize // ALONE
         own = [[m for m in messages if worker in (m.sender, *m.receivers)] for messages in moves.rounds]
         self._place, self._wanted, self._dtype = place, wanted, moves.dtype
@@ -269,14 +292,21 @@ class _Flight:
         for number in range(len(self._rounds)):
             while self._goes(len(under_way), number):
                 under_way.append(self._begin(len(under_way)))
-            _wait(under_way[number].coming)
-            for message, flat in under_way[number].arrived:
+            there = self._wait(under_way[number].coming)
+            self.missing += [message for message, _ in compress(under_way[number].arrived, map(not_, there))]
+            for message, flat in compress(under_way[number].arrived, there):
                 for piece, those in zip(message.pieces, _split(message, flat), strict=True):
                     if piece in self._sends:
                         self._passing[piece] = those if self._lying(message, sent=False) is not None else those.clone()
                 yield message, flat
         for each in under_way:
-            _wait(each.sent)
+            self._wait(each.sent)
+
+    def _wait(self, waits: list[Said | None]) -> list[bool]:
+        """Until all has arrived that there is anybody for: True for each that has."""
+        arrived = [self._peers.arrived(said) for said in waits]
+        waits.clear()
+        return arrived
 
     def _goes(self, ahead: int, number: int) -> bool:
         """True where a round may begin while `number` is still to come: there are buffers for it, and all that it sends
@@ -294,7 +324,7 @@ class _Flight:
         if self._packs[number]:
             turn, depth = len(self._users), len(self._buffers)
             if turn >= depth:
-                _wait(self._users[turn - depth].sent)
+                self._wait(self._users[turn - depth].sent)
             self._users.append(begun)
             buffers = self._buffers[turn % depth]
         n_out = n_into = 0
@@ -307,15 +337,14 @@ class _Flight:
                     n_out += message.numel
                     _pack(message, flat, self._place, self._passing)
                 for receiver in message.receivers:
-                    with naming(receiver):
-                        begun.sent.append((receiver, dist.isend(flat, receiver)))
+                    begun.sent.append(self._peers.unless_gone(receiver, partial(say, flat, receiver), None))
             else:
                 if flat is None:
                     assert buffers is not None, "a round that packs has buffers"
                     flat = buffers.into[n_into : n_into + message.numel]
                     n_into += message.numel
-                with naming(message.sender):
-                    begun.coming.append((message.sender, dist.irecv(flat, message.sender)))
+                sender = message.sender
+                begun.coming.append(self._peers.unless_gone(sender, partial(expect, flat, sender), None))
                 begun.arrived.append((message, flat))
         return begun
 
@@ -345,14 +374,6 @@ def _travelling(message: Message, least: int) -> Iterator[Message]:
 def _split(message: Message, flat: Tensor) -> Sequence[Tensor]:
     """The pieces of a message, each flat."""
     return torch.split(flat, [piece.numel for piece in message.pieces])
-
-
-def _wait(waits: list[_Wait]) -> None:
-    for peer, work in waits:
-        assert work is not None, "the default group has all workers"
-        with naming(peer):
-            work.wait()
-    waits.clear()
 
 
 def _pack(message: Message, flat: Tensor, place: WorkerParts, passing: dict[Piece, Tensor]) -> None:

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from functools import partial
 from itertools import chain
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -31,16 +30,15 @@ from realgraph.runtime.parallel.exchange import (
     copied,
     messages,
     own_views,
+    parts_of,
 )
-from realgraph.runtime.parallel.peers import Said, awaited, heard, say, wait_for, word
-from realgraph.runtime.parallel.rendezvous import CollectiveError
+from realgraph.runtime.parallel.peers import OtherEnds, Said, awaited, heard, say, wait_for, word
+from realgraph.runtime.parallel.routes import handed_on, rounds
 from realgraph.runtime.parallel.segments import MARK_BYTES
 
 log = logging.getLogger(__name__)
 
 DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
-
-T = TypeVar("T")
 
 
 class PlacedPart(Struct, frozen=True, array_like=True):
@@ -78,10 +76,11 @@ class MappedRoute:
     """
 
     def __init__(self, moves: Reallocation, worker: int, host: str, expendable: Set[int] = frozenset()) -> None:
-        """expendable: receivers without which this worker goes on where they are gone."""
+        """expendable: receivers without which this worker goes on where they are gone; what they were to hand on to
+        others, those that hold it send these."""
         self._moves, self._worker, self._host = moves, worker, host
-        self._expendable, self._gone = expendable, set[int]()
-        self.arrivals = Arrivals()
+        self._peers, self.arrivals = OtherEnds(expendable), Arrivals()
+        self._handed_on = handed_on(moves.rounds, expendable)
         every = [*moves.reads, *chain.from_iterable(moves.rounds)] if moves.reads else []
         self._receivers = sorted({r for message in every if message.sender == worker for r in message.receivers})
         self._senders = sorted({message.sender for message in every if worker in message.receivers})
@@ -115,9 +114,10 @@ class MappedRoute:
         yield from copied((part for part in own if part.name not in self._shared), self._moves, wanted)
         self._hear(first)
         reads = self._found is not None
-        apart = self._readers | self._gone
+        apart = self._readers | self._peers.gone
         left = self._left(apart | {self._worker} if reads else apart)
-        yield from messages(left, place, wanted, self.arrivals)
+        yield from messages(left, place, wanted, self.arrivals, self._peers)
+        yield from self._brought_again(place, wanted)
         for part in self._found or ():
             self.arrivals.add(part.box.numel * self._moves.dtype.itemsize, far=False)
         rest = [*(part for part in own if part.name in self._shared), *(self._found or ())]
@@ -130,34 +130,24 @@ class MappedRoute:
         gone or far behind."""
         lent, returned, self.lent, self._returned = self.lent, self._returned, [], []
         wait_for(returned)
-        for one in lent:
-            self._unless_gone(one[0], partial(wait_for, [one]), None)
+        self._peers.wait_for(lent)
 
     def tell(self, values: Tensor, receiver: int) -> Said | None:
         """Send `values` to a receiver, and wait for nothing; None where it is gone, and this worker goes on."""
-        return self._unless_gone(receiver, partial(say, values, receiver), None)
+        return self._peers.unless_gone(receiver, partial(say, values, receiver), None)
 
     def _lend(self, begin: Callable[[int], Said], receivers: Iterable[int]) -> None:
         """Begin a message with each of some receivers, which ends before the next `settle` does."""
-        begun = [self._unless_gone(receiver, partial(begin, receiver), None) for receiver in sorted(receivers)]
-        self.lent += [one for one in begun if one is not None]
+        self.lent += self._said(begin, receivers)
 
-    def _unless_gone(self, receiver: int, message: Callable[[], T], otherwise: T) -> T:
-        """Pass a message with a receiver; of an expendable one that is gone, nothing is awaited from there on."""
-        if receiver in self._gone:
-            return otherwise
-        try:
-            return message()
-        except CollectiveError as error:
-            if receiver not in self._expendable:
-                raise
-            log.warning("going on without worker %d: %s", receiver, error)
-            self._gone.add(receiver)
-            return otherwise
+    def _said(self, begin: Callable[[int], Said], peers: Iterable[int]) -> list[Said]:
+        """Begin a message with each of some workers; what is begun."""
+        begun = [self._peers.unless_gone(peer, partial(begin, peer), None) for peer in sorted(peers)]
+        return [one for one in begun if one is not None]
 
-    def _reads(self, receiver: int) -> bool:
-        """The word of a receiver: it reads the weights itself. One that is gone gets none as messages either."""
-        return self._unless_gone(receiver, lambda: bool(heard(word(), receiver).item()), True)
+    def _says_yes(self, peer: int, *, gone: bool) -> bool:
+        """The word of a worker; `gone` for one that is."""
+        return self._peers.unless_gone(peer, lambda: bool(heard(word(), peer).item()), gone)
 
     def _tell(self, place: WorkerParts, first: bool) -> None:
         """Tell the receivers that the weights are final; at first also where they lie."""
@@ -174,22 +164,32 @@ class MappedRoute:
     def _hear(self, first: bool) -> None:
         """Hear of the senders that their weights are final; at first also where they lie, and who of the receivers can
         read them there."""
-        sizes = {sender: int(heard(word(), sender)) for sender in self._senders}
+        sizes = {sender: self._size_from(sender) for sender in self._senders}
         if not first:
             return
-        told = {sender: heard(torch.empty(size, dtype=torch.uint8), sender) for sender, size in sizes.items()}
-        self._reach = {sender: self._open(sender, news.numpy().tobytes()) for sender, news in told.items()}
+        told = {sender: self._news_from(sender, size) for sender, size in sizes.items()}
+        self._reach = {sender: self._open(sender, news) for sender, news in told.items()}
         self._found = self._find()
         if told:
             way = "are read where they lie" if self._found is not None else "come as messages"
             log.info("weights of workers %s %s", ", ".join(map(str, self._senders)), way)
-        answers = [say(word(self._found is not None), sender) for sender in self._senders]
-        self._readers = frozenset(receiver for receiver in self._receivers if self._reads(receiver))
-        wait_for(answers)
+        answers = self._said(partial(say, word(self._found is not None)), self._senders)
+        # one that is gone is sent nothing either
+        self._readers = frozenset(receiver for receiver in self._receivers if self._says_yes(receiver, gone=True))
+        self._peers.wait_for(answers)
+
+    def _size_from(self, sender: int) -> int:
+        """The word of a sender that its weights are final: bytes of what it says next; 0 of one that is gone."""
+        return self._peers.unless_gone(sender, lambda: int(heard(word(), sender)), 0)
+
+    def _news_from(self, sender: int, size: int) -> bytes:
+        """The place of a sender's weights; b"" of one that is gone."""
+        data = torch.empty(size, dtype=torch.uint8)
+        return self._peers.unless_gone(sender, lambda: heard(data, sender).numpy().tobytes(), b"")
 
     def _open(self, sender: int, told: bytes) -> Mapping[str, WeightPart] | None:
-        """The weights of a sender as they lie in its memory; None where that is out of reach."""
-        address = _ADDRESS.decode(told)
+        """The weights of a sender as they lie in its memory; None where that is out of reach, or it is gone."""
+        address = _ADDRESS.decode(told) if told else None
         if address is None or address.host != self._host:
             return None
         try:
@@ -216,10 +216,32 @@ class MappedRoute:
                     found.append(WeightPart(part.name, piece.box, values))
         return found
 
+    def _brought_again(self, place: WorkerParts, wanted: Mapping[str, WeightPart]) -> Iterator[WeightPart]:
+        """Parts that workers that are gone were to hand on, from those that hold them. Whoever gets anything from one
+        that may go says to all of these whether it lacks some."""
+        moves, missing = self._moves, self.arrivals.missing
+        if self._worker in self._handed_on:
+            self._peers.wait_for(self._said(partial(say, word(bool(missing))), moves.holds))
+            if missing:
+                again = messages(self._direct(self._worker), place, wanted, self.arrivals, self._peers)
+                yield from parts_of(missing, again)
+        if self._worker in moves.holds:
+            for receiver in self._handed_on:
+                if self._says_yes(receiver, gone=False):
+                    log.warning("sending worker %d what it was to get from one that is gone", receiver)
+                    yield from messages(self._direct(receiver), place, wanted, self.arrivals, self._peers)
+
+    def _direct(self, receiver: int) -> Reallocation:
+        """The messages that bring all that a receiver lacks, handed on by nobody."""
+        moves = self._moves
+        wants, one_host = {receiver: moves.wants[receiver]}, [0] * len(moves.hosts)
+        again = rounds(moves.holds, wants, one_host, moves.dtype.itemsize, moves.bucket_bytes)
+        return moves._replace(rounds=again, wants=wants, reads=())
+
     def _left(self, readers: frozenset[int]) -> Reallocation:
         """The messages of this worker to those that don't read."""
         if readers not in self._messages:
-            rounds = (
+            left = (
                 tuple(
                     message._replace(receivers=receivers)
                     for message in together
@@ -228,7 +250,7 @@ class MappedRoute:
                 )
                 for together in self._moves.rounds
             )
-            self._messages[readers] = self._moves._replace(rounds=tuple(filter(None, rounds)))
+            self._messages[readers] = self._moves._replace(rounds=tuple(filter(None, left)))
         return self._messages[readers]
 
 

@@ -1,7 +1,10 @@
-"""Messages between two workers of the default group."""
+"""Messages between two workers of the default group, and who of them can be gone without ending the others."""
 
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -9,7 +12,41 @@ from torch import Tensor
 
 from realgraph.runtime.parallel.rendezvous import CollectiveError
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 Said = tuple[int, Tensor, dist.Work]  # the other end, what must live until it has arrived, its arrival
+
+
+class OtherEnds:
+    """The workers at the other ends of one worker's messages. expendable: those without which it goes on where they are
+    gone. `gone`: those that are."""
+
+    def __init__(self, expendable: Set[int] = frozenset()) -> None:
+        self.expendable, self.gone = frozenset(expendable), set[int]()
+
+    def unless_gone(self, peer: int, message: Callable[[], T], otherwise: T) -> T:
+        """Pass a message with a worker; with an expendable one that is gone, none is passed from there on. Raises
+        CollectiveError with any other that is gone or far behind."""
+        if peer in self.gone:
+            return otherwise
+        try:
+            return message()
+        except CollectiveError as error:
+            if peer not in self.expendable:
+                raise
+            log.warning("going on without worker %d: %s", peer, error)
+            self.gone.add(peer)
+            return otherwise
+
+    def arrived(self, said: Said | None) -> bool:
+        """Wait until a message has; False for one with a worker that is gone, which may be none."""
+        return said is not None and self.unless_gone(said[0], partial(_arrived, said), False)
+
+    def wait_for(self, said: Iterable[Said]) -> None:
+        """Until all has arrived that workers are there for."""
+        for one in said:
+            self.arrived(one)
 
 
 @contextmanager
@@ -39,6 +76,11 @@ def wait_for(said: Iterable[Said]) -> None:
     for peer, _, work in said:
         with naming(peer):
             work.wait()
+
+
+def _arrived(said: Said) -> bool:
+    wait_for([said])
+    return True
 
 
 def expect(values: Tensor, sender: int) -> Said:

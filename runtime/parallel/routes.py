@@ -8,7 +8,7 @@ took it in hands it on. Knows no torch, dtype or layout.
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, product, zip_longest
 from typing import NamedTuple
 
@@ -79,6 +79,11 @@ def rounds(
                 for hops in _hops(cell, hosts, sent, piece.numel):
                     timetable.add(piece, hops)
     return timetable.rounds()
+
+
+def handed_on(found: Iterable[Iterable[Message]], by: Container[int]) -> tuple[int, ...]:
+    """Those, ascending, that get any of the messages from one of the workers `by`."""
+    return tuple(sorted({r for messages in found for m in messages if m.sender in by for r in m.receivers}))
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------
