@@ -4,7 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from realgraph.runtime.job.job import Job
 from realgraph.runtime.wire.protocol import Mean
+
+MAX_LOGPROB_GAP = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}  # mean nats a sampled token
 
 
 class LogprobGap(ArithmeticError):
@@ -20,6 +23,16 @@ class EngineGap:
     gap: float  # mean |drawn - recomputed|
     drawn: float  # mean log-probability, as the engine gave it
     recomputed: float  # by the trainer
+
+
+def logprob_limit(job: Job, role: str) -> float:
+    """Mean difference of log-probabilities, in nats, that generator and trainer of `role` may have."""
+    return job.runtime.max_logprob_gap or MAX_LOGPROB_GAP[job.graph.models[role].dtype]
+
+
+def engine_name(worker: int, address: str) -> str:
+    """An engine as errors name it. address: of its server, if any."""
+    return f"the SGLang server {address} of worker {worker}" if address else f"the engine of worker {worker}"
 
 
 def worst_of(gaps: Sequence[EngineGap]) -> EngineGap:

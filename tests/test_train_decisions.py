@@ -24,12 +24,12 @@ from realgraph.graphs.maths import (
     Value,
 )
 from realgraph.runtime.batch import Packed
-from realgraph.runtime.logprob_gap import EngineGap, LogprobGap, check_engines, worst_of
+from realgraph.runtime.logprob_gap import EngineGap, LogprobGap, check_engines, engine_name, worst_of
 from realgraph.runtime.models.weights import whole
 from realgraph.runtime.train.engine import TorchTrainEngine
 from realgraph.runtime.train.errors import NumericsError
 from realgraph.runtime.wire.protocol import Mean
-from realgraph.runtime.worker.update_gate import PROBE_SAMPLES, GateProbe, engine_gaps, engine_name
+from realgraph.runtime.worker.update_gate import PROBE_SAMPLES, GateProbe, engine_gaps
 from tests import tiny
 from tests.engines import call, engine, folder, optimizer, same, weights_of
 

@@ -42,8 +42,9 @@ from realgraph.runtime.train import files as train_files
 from realgraph.runtime.train.audit import Seen, fates
 from realgraph.runtime.train.errors import numerics_error
 from realgraph.runtime.train.files import HostSnapshot
+from realgraph.runtime.train.observed import Aim
 from realgraph.runtime.train.optimizer import Adam, LossScale, Masters, lr_factor
-from realgraph.runtime.train.passes import Aim, ModelPasses, PassTotals, StepShare
+from realgraph.runtime.train.passes import ModelPasses, PassTotals, StepShare
 from realgraph.runtime.train.recompute import recomputing
 from realgraph.runtime.wire.protocol import HeldBytes, Mean, Metric
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS, ROUTES, VERSIONS
+from realgraph.graphs.keys import ROUTES, VERSIONS
 from realgraph.graphs.maths import Loss
 from realgraph.graphs.spec import ModelRole, Train
 from realgraph.runtime.algorithms import losses
@@ -25,8 +25,9 @@ from realgraph.runtime.models.models import PackedModel, Wants
 from realgraph.runtime.parallel.experts.routing import record_of
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.parallel.pipeline.stage import stage_of
-from realgraph.runtime.train.audit import Seen, seen_of
+from realgraph.runtime.train.audit import seen_of
 from realgraph.runtime.train.microbatch import cut, idle, rejoin, units
+from realgraph.runtime.train.observed import Aim, observed
 from realgraph.runtime.train.optimizer import Masters
 from realgraph.runtime.train.staged import Judged, PackedMicroBatch, StagedModel
 from realgraph.runtime.wire.protocol import Mean, Metric, merge
@@ -87,19 +88,6 @@ class PassTotals:
         self.loss += loss
         if not math.isfinite(loss):
             self.blamed += _blame(batch, outputs)
-
-
-@dataclass(frozen=True)
-class Aim:
-    """The aim of one optimizer step's passes. gap_version: the weights' version where the gap to the generator
-    is to be measured, else None; whole_samples: only on samples that are all of it. seen: takes what the losses are
-    given, where it is audited."""
-
-    call: Train
-    loss_scale: float = 1.0
-    gap_version: int | None = None
-    whole_samples: bool = False
-    seen: Seen | None = None
 
 
 class ModelPasses:
@@ -274,7 +262,7 @@ class ModelPasses:
                     aim.seen.update(seen_of(one.batch))
                 tally.take(float(loss.detach()), one.batch, outputs)
                 tally.add({name: mean for name, mean in metrics.items() if name != "loss"})
-                tally.add(_observed(one.batch, outputs, aim))
+                tally.add(observed(one.batch, outputs, aim))
 
             return Judged(loss * aim.loss_scale, note)
 
@@ -363,28 +351,6 @@ def _of(outputs: Outputs, name: str) -> Tensor:
     value = getattr(outputs, name)
     assert isinstance(value, Tensor)
     return value
-
-
-def _observed(batch: Packed, outputs: Outputs, aim: Aim) -> dict[str, Mean]:
-    """Metrics of the engine's own: entropy, and the gap to the generator on tokens that `gap_version` sampled."""
-    values: dict[str, Tensor] = {}
-    if outputs.entropy is not None and not outputs.entropy.requires_grad:
-        values["entropy"] = outputs.entropy[batch.mask]
-    if aim.gap_version is not None and outputs.logprobs is not None and BEHAVIOUR_LOGPROBS in batch.token_keys:
-        present = batch.mask
-        if VERSIONS in batch.token_keys:
-            same = batch.token_keys[VERSIONS] == aim.gap_version
-            present = present & same
-            if aim.whole_samples:
-                sample = batch.sample_index()
-                mixed = torch.zeros(batch.n_samples, dtype=torch.bool, device=same.device)
-                mixed[sample[batch.mask & ~same]] = True
-                present = present & ~mixed[sample]
-        values["logprob_gap"] = (outputs.logprobs.detach() - batch.token_keys[BEHAVIOUR_LOGPROBS])[present].abs()
-    if not values:
-        return {}
-    totals = torch.stack([value.sum(dtype=torch.float64) for value in values.values()]).tolist()
-    return {name: Mean(total, value.numel()) for (name, value), total in zip(values.items(), totals, strict=True)}
 
 
 def _blame(batch: Packed, outputs: Outputs) -> tuple[int, ...]:

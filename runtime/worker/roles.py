@@ -36,6 +36,7 @@ from realgraph.runtime.engine import (
 from realgraph.runtime.files.paths import RunPath
 from realgraph.runtime.functions.functions import load_applied
 from realgraph.runtime.job.job import Job
+from realgraph.runtime.logprob_gap import logprob_limit
 from realgraph.runtime.parallel.groups import Collectives, Ranks
 from realgraph.runtime.rollout.engine import SglangEngine
 from realgraph.runtime.train.errors import LostPart
@@ -45,13 +46,7 @@ from realgraph.runtime.weights.served import ServedCall
 from realgraph.runtime.wire.protocol import ArrivedBytes, HeldBytes, Reallocate
 from realgraph.runtime.worker.engines import ENGINES, Replica, open_server
 
-MAX_LOGPROB_GAP = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}  # mean nats a sampled token
 Notify = Callable[[str], None]
-
-
-def logprob_limit(job: Job, role: str) -> float:
-    """Mean difference of log-probabilities, in nats, that generator and trainer of `role` may have."""
-    return job.runtime.max_logprob_gap or MAX_LOGPROB_GAP[job.graph.models[role].dtype]
 
 
 class Roles:

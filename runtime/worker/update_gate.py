@@ -24,12 +24,12 @@ from realgraph.runtime.engine import TrainEngine
 from realgraph.runtime.generate.rollouts import Rollouts, sample_seed
 from realgraph.runtime.job.engine_loss import expendable_workers
 from realgraph.runtime.job.job import Job
-from realgraph.runtime.logprob_gap import EngineGap, check_engines, worst_of
+from realgraph.runtime.logprob_gap import EngineGap, check_engines, engine_name, logprob_limit, worst_of
 from realgraph.runtime.parallel.groups import Ranks
 from realgraph.runtime.parallel.peers import naming
 from realgraph.runtime.parallel.rendezvous import CollectiveError
 from realgraph.runtime.wire.protocol import Max, Metric, Reallocate
-from realgraph.runtime.worker.roles import Roles, logprob_limit
+from realgraph.runtime.worker.roles import Roles
 
 PROBE_SAMPLES, PROBE_NEW_TOKENS, PROBE_PROMPT_TOKENS = 4, 8, 256  # of a probe, at most: far below what any batch has
 
@@ -240,11 +240,6 @@ class UpdateGate:
         check_engines(gaps, limit, when, self._temperature, agreed=engine.gate_passed)
         engine.gate_passed = True
         return {"update_gap": Max(worst_of(gaps).gap)}
-
-
-def engine_name(worker: int, address: str) -> str:
-    """An engine as errors name it. address: of its server, if any."""
-    return f"the SGLang server {address} of worker {worker}" if address else f"the engine of worker {worker}"
 
 
 def engine_gaps(trainer: TrainEngine, probes: Sequence[GateProbe], temperature: float) -> list[EngineGap]:
