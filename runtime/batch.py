@@ -13,8 +13,9 @@ class Packed:
 
     tokens: [T] int64. lengths: N ints that sum to T. mask: [T] bool, true where the policy sampled (or SFT trains).
     token_keys: name -> [T]; sample_keys: name -> [N] (group and step keys are repeated per sample). samples: N ids;
-    groups: N ints, samples with equal numbers are one prompt group. Entry t of a token key is about token t given the
-    tokens of its sample before it; entry 0 of a sample is 0 for log-probabilities.
+    groups: N ints, samples with equal numbers are one prompt group. engines: the workers that generated the N samples.
+    Entry t of a token key is about token t given the tokens of its sample before it; entry 0 of a sample is 0 for
+    log-probabilities. Of samples, groups and engines there may be none.
     """
 
     tokens: Tensor
@@ -24,6 +25,7 @@ class Packed:
     groups: tuple[int, ...] = ()
     token_keys: Mapping[str, Tensor] = field(default_factory=dict)
     sample_keys: Mapping[str, Tensor] = field(default_factory=dict)
+    engines: tuple[int, ...] = ()
 
     @property
     def n_samples(self) -> int:
@@ -70,6 +72,7 @@ class Packed:
                 for n, p in token_pieces.items()
             },
             sample_keys={name: value[rows] for name, value in self.sample_keys.items()},
+            engines=tuple(self.engines[i] for i in indices) if self.engines else (),
         )
 
     def to(self, device: torch.device) -> "Packed":
@@ -82,6 +85,7 @@ class Packed:
             self.groups,
             {name: value.to(device) for name, value in self.token_keys.items()},
             {name: value.to(device) for name, value in self.sample_keys.items()},
+            self.engines,
         )
 
 

@@ -27,21 +27,23 @@ Decode = Callable[[Sequence[int]], str]  # token ids to text
 class TrainSettings:
     """Settings of an engine besides its model.
 
-    optimizer: None for a frozen role. total_steps: optimizer steps of the whole run, for the schedule.
-    max_logprob_gap: mean |behaviour - recomputed| in nats of the tokens that a train call's own version sampled; None:
-    no such gate. max_age: tokens sampled more than this many steps ago have no part in a loss; None: all have one.
-    told_ages: tokens are counted by age in steps up to this one, and all older ones together; None: they have no age.
-    trains: train calls a step of this role; generator_trains: of the role that samples. skip_idle: leave out samples
-    whose loss and gradient are exactly zero (`microbatch.idle`); they still count in the losses, in no other metric.
-    entropy_metric: measure the entropy in the first micro-batch of each step, where the loss does not need it anyway.
-    mixed_caches: tokens may have been drawn over keys of older weights; the gate looks at no sample of two versions.
-    functions: of `apply` terms. offloaded: states wait in host memory. shared: workers of a host may read the weights.
+    optimizer: None for a frozen role. total_steps: optimizer steps of the whole run, for the schedule. max_logprob_gap:
+    mean |behaviour - recomputed| in nats of the tokens that a train call's own version sampled; None: no such gate.
+    engines: workers of those that sample, each of which the gate judges by itself. max_age: tokens sampled more than
+    this many steps ago have no part in a loss; None: all have one. told_ages: tokens are counted by age in steps up to
+    this one, older ones together; None: they have none. trains: train calls a step of this role; generator_trains: of
+    the role that samples. skip_idle: leave out samples whose loss and gradient are exactly zero (`microbatch.idle`);
+    they still count in losses, in no other metric. entropy_metric: measure it in the first micro-batch of each step,
+    where no loss needs it anyway. mixed_caches: tokens may have been drawn over keys of older weights; the gate looks
+    at no sample of two versions. functions: of `apply` terms. offloaded: states wait in host memory. shared: workers of
+    a host may read the weights.
     """
 
     max_tokens_per_microbatch: int | None = None
     optimizer: Optimizer | None = None
     total_steps: int = 1
     max_logprob_gap: float | None = None
+    engines: tuple[int, ...] = ()
     max_age: int | None = None
     told_ages: int | None = None
     trains: int = 1
@@ -56,8 +58,7 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Settings of one train call. before_step: called on all ranks before weights change and when all is done; may use
-    the engine to infer."""
+    """Settings of one train call. before_step: called on all ranks before weights change and at the end; may infer."""
 
     recompute: Recompute | None = None  # in backward passes; None: as the role says
     audit: Audit | None = None  # takes what each loss uses of each sample
@@ -91,8 +92,7 @@ class SharedWeights:
     """A rollout engine reads the tensors of an engine of this process in place: what that changes changes for both."""
 
     folder: Path  # of config.json
-    # every parameter by its name, detached, and every tensor that no step changes; under tensor parallelism this rank's
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]  # this rank's parameters by their names, detached, and those that no step changes
 
 
 WeightSource = OwnWeights | SharedWeights

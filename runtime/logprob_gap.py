@@ -8,6 +8,7 @@ from realgraph.runtime.job.job import Job
 from realgraph.runtime.wire.protocol import Mean
 
 MAX_LOGPROB_GAP = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}  # mean nats a sampled token
+LEAST_TOKENS = 32  # of an engine that is judged by itself: of fewer a single one that rounding hits hard decides
 
 
 class LogprobGap(ArithmeticError):
@@ -33,6 +34,16 @@ def logprob_limit(job: Job, role: str) -> float:
 def engine_name(worker: int, address: str) -> str:
     """An engine as errors name it. address: of its server, if any."""
     return f"the SGLang server {address} of worker {worker}" if address else f"the engine of worker {worker}"
+
+
+def gaps_of(sums: Sequence[Sequence[float]], engines: Sequence[int], version: int) -> list[EngineGap]:
+    """The gaps of engines with enough tokens under weights of `version`. sums: of each, its tokens, and the sums of
+    |drawn - recomputed|, drawn and recomputed log-probabilities, in nats. engines: their workers."""
+    return [
+        EngineGap(engine_name(worker, ""), version, *(total / n_tokens for total in totals))
+        for worker, (n_tokens, *totals) in zip(engines, sums, strict=True)
+        if n_tokens >= LEAST_TOKENS
+    ]
 
 
 def worst_of(gaps: Sequence[EngineGap]) -> EngineGap:

@@ -24,7 +24,15 @@ from realgraph.graphs.maths import (
     Value,
 )
 from realgraph.runtime.batch import Packed
-from realgraph.runtime.logprob_gap import EngineGap, LogprobGap, check_engines, engine_name, worst_of
+from realgraph.runtime.logprob_gap import (
+    LEAST_TOKENS,
+    EngineGap,
+    LogprobGap,
+    check_engines,
+    engine_name,
+    gaps_of,
+    worst_of,
+)
 from realgraph.runtime.models.weights import whole
 from realgraph.runtime.train.engine import TorchTrainEngine
 from realgraph.runtime.train.errors import NumericsError
@@ -61,6 +69,32 @@ def test_the_gate_is_passed_anew_at_every_version(folder: Path) -> None:
     older = {**stale.token_keys, "versions": torch.zeros_like(stale.token_keys["versions"])}
     gap = one.train(call(), [replace(stale, token_keys=older)])["logprob_gap"]
     assert isinstance(gap, Mean) and gap.weight == 0
+
+
+@pytest.mark.parametrize("wrong", range(2))
+def test_one_of_two_engines_that_is_wrong_is_named_though_the_mean_of_all_is_not(folder: Path, wrong: int) -> None:
+    """It has few of the tokens, so that the mean over both is within the limit. Weights stay as they were."""
+    one = engine(folder, max_logprob_gap=0.05, engines=(4, 6))
+    batch = tiny.batch([*[40] * 9, 60])
+    engines = tuple((4, 6)[(i == 9) == (wrong == 1)] for i in range(10))
+    off = torch.tensor([0.2 if i == 9 else 0.0 for i in range(10)])[batch.sample_index()]
+    right = with_behaviour(one, batch)
+    logprobs = right.token_keys["behaviour_logprobs"]
+    spoiled = replace(right, token_keys={**right.token_keys, "behaviour_logprobs": logprobs + off})
+    before, name = weights_of(one), f"the engine of worker {engines[9]}"
+    with pytest.raises(LogprobGap, match=rf"^in step 0 the log-probabilities of {name}, .* 0\.2 nats away") as raised:
+        one.train(call(), [replace(spoiled, engines=engines)])
+    assert "of 1 other engines none differ" in str(raised.value)
+    assert same(before, weights_of(one))
+    gap = one.train(call(), [spoiled])["logprob_gap"]  # by engines that nobody knows
+    assert isinstance(gap, Mean) and 0.01 < gap.value < 0.05
+
+
+def test_an_engine_with_few_tokens_is_judged_with_the_others(folder: Path) -> None:
+    assert gaps_of([[LEAST_TOKENS - 1.0, 9.0, -50.0, -41.0], [0.0] * 4], (1, 2), 3) == []
+    (found,) = gaps_of([[LEAST_TOKENS, 9.0, -50.0, -41.0], [1.0] * 4], (1, 2), 3)
+    expected = [total / LEAST_TOKENS for total in (9.0, -50.0, -41.0)]
+    assert found == EngineGap("the engine of worker 1", 3, *expected)
 
 
 def test_the_gap_leaves_tokens_of_older_weights_out(folder: Path) -> None:

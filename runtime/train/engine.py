@@ -22,7 +22,7 @@ from realgraph.runtime.algorithms import losses
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.engine import RELEASED, Parts, SharedWeights, TrainOptions, TrainSettings, Weights, WeightSpec
 from realgraph.runtime.files.paths import RunPath
-from realgraph.runtime.logprob_gap import check_gap
+from realgraph.runtime.logprob_gap import check_engines, check_gap, gaps_of
 from realgraph.runtime.models.building import DTYPES, Start, build
 from realgraph.runtime.models.fixed import fixed_parts
 from realgraph.runtime.models.host_states import DroppedStorages
@@ -152,11 +152,11 @@ class TorchTrainEngine:
             aim = Aim(call, self.scale.value, gate, self.settings.mixed_caches, seen)
             tally = self.passes.accumulate(aim, part, adam.masters)
             gap = tally.gap
-            told = torch.tensor([tally.loss, gap.total, gap.weight], dtype=torch.float64)
+            told = torch.tensor([tally.loss, gap.total, gap.weight, *tally.gaps.view(-1).tolist()], dtype=torch.float64)
             own = told if self.ranks.heads else torch.zeros_like(told)  # what all of a data-parallel rank know alike
             sums = self.ranks.mesh.add(torch.cat([own, tally.expert_load]))
-            loss = sums[0]
-            self._gate(call, Mean(*sums[1:3].tolist()))
+            loss, n_told = sums[0], len(told)
+            self._gate(call, Mean(*sums[1:3].tolist()), sums[3:n_told].view(-1, 4).tolist())
             norm = self.passes.reduce(adam.masters, 1.0 / self.scale.value)
             if bool(loss.isfinite()) and bool(norm.isfinite()):
                 break
@@ -174,18 +174,21 @@ class TorchTrainEngine:
         self.scale.succeeded()
         if self.ranks.leads:
             known = {"loss": float(loss), "grad_norm": float(norm), "lr": lr}
-            known |= load_metrics(sums[3:], record_of(self.model.network))
+            known |= load_metrics(sums[n_told:], record_of(self.model.network))
             tally.add({name: Mean(value) for name, value in known.items()})
         return tally.metrics
 
-    def _gate(self, call: Train, gap: Mean) -> None:
-        """Refuse to train on tokens of the newest weights whose probabilities the generator got wrong. All ranks alike.
+    def _gate(self, call: Train, gap: Mean, by_engine: Sequence[Sequence[float]]) -> None:
+        """Refuse to train on tokens of the newest weights whose probabilities an engine, or all together, got wrong.
+        by_engine: rows of `gap_sums`. All ranks alike.
 
         Looked at in every call, which costs nothing: the pass gives the log-probabilities anyway.
         """
         limit = self.settings.max_logprob_gap
         if limit is not None and gap.weight:
-            check_gap(gap, limit, f"in step {self.step}", call.temperature, agreed=self.gate_passed)
+            gaps, when = gaps_of(by_engine, self.settings.engines, self.version), f"in step {self.step}"
+            check_engines(gaps, limit, when, call.temperature, agreed=self.gate_passed)
+            check_gap(gap, limit, when, call.temperature, agreed=self.gate_passed)
             self.gate_passed = True
 
     @property

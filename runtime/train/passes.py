@@ -27,7 +27,7 @@ from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.parallel.pipeline.stage import stage_of
 from realgraph.runtime.train.audit import seen_of
 from realgraph.runtime.train.microbatch import cut, idle, rejoin, units
-from realgraph.runtime.train.observed import Aim, observed
+from realgraph.runtime.train.observed import Aim, gap_sums, observed
 from realgraph.runtime.train.optimizer import Masters
 from realgraph.runtime.train.staged import Judged, PackedMicroBatch, StagedModel
 from realgraph.runtime.wire.protocol import Mean, Metric, merge
@@ -66,10 +66,11 @@ class StepShare:
 @dataclass
 class PassTotals:
     """The sums of one optimizer step's passes on this rank. expert_load: [n] float64, see `RoutingRecord.load`; empty
-    for a model without experts. blamed: samples with outputs that are not finite."""
+    for a model without experts. gaps: see `gap_sums`. blamed: samples with outputs that are not finite."""
 
     loss: float = 0.0
     expert_load: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    gaps: Tensor = field(default_factory=lambda: torch.zeros(0, 4, dtype=torch.float64))
     metrics: dict[str, Metric] = field(default_factory=dict)
     blamed: tuple[int, ...] = ()
 
@@ -245,7 +246,9 @@ class ModelPasses:
     def accumulate(self, aim: Aim, part: StepShare, masters: Masters) -> PassTotals:
         """Forward and backward passes over this rank's micro-batches; gradients add up in the masters."""
         record = record_of(self.model.network)
-        tally = PassTotals(expert_load=torch.zeros(record.n_numbers if record else 0, dtype=torch.float64))
+        tally, engines = PassTotals(), self.settings.engines
+        tally.expert_load = torch.zeros(record.n_numbers if record else 0, dtype=torch.float64)
+        tally.gaps = torch.zeros(len(engines), 4, dtype=torch.float64)
         if part.idle:
             tally.add({f"{name}_loss": Mean(0.0, part.idle) for name in aim.call.loss.terms})
         masters.zero()
@@ -263,6 +266,7 @@ class ModelPasses:
                 tally.take(float(loss.detach()), one.batch, outputs)
                 tally.add({name: mean for name, mean in metrics.items() if name != "loss"})
                 tally.add(observed(one.batch, outputs, aim))
+                tally.gaps += gap_sums(one.batch, outputs, aim, engines)
 
             return Judged(loss * aim.loss_scale, note)
 

@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from realgraph.graphs.applied import applied_of
 from realgraph.graphs.infer import is_own
-from realgraph.graphs.keys import MASK, TOKENS, own_tokens
+from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS, MASK, TOKENS, own_tokens
 from realgraph.graphs.spec import Advantage, Inference, Train
 from realgraph.planner.plan.axes import coordinates_of, is_head, rank_workers
 from realgraph.runtime.algorithms import advantages
@@ -142,7 +143,11 @@ class ModelCalls:
         device = self._roles.engines[command.call].device
         for name in (TOKENS, MASK):
             values.setdefault(self._own_name(command.call, name), {})  # a rank may have no sample at all
-        return [self._packed(command.call, values, share).to(device) for share in command.shares]
+        key = self._own_name(command.call, BEHAVIOUR_LOGPROBS)
+        holders = {s: source.worker for source in command.sources if key in source.keys for s in source.samples}
+        batches = [self._packed(command.call, values, share).to(device) for share in command.shares]
+        engines = [tuple(holders.get(sample, -1) for sample in batch.samples) for batch in batches]
+        return [replace(batch, engines=those) for batch, those in zip(batches, engines, strict=True)]
 
     def _own_name(self, name: str, key: str) -> str:
         """The full name of a key of the samples on which a call works."""

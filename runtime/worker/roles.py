@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from realgraph.graphs.applied import applied_of
 from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS
 from realgraph.graphs.spec import Generate, Train
-from realgraph.planner.plan.axes import is_head
+from realgraph.planner.plan.axes import head_worker, is_head
 from realgraph.planner.plan.layout import Layout
 from realgraph.planner.plan.residency import Copy, copies, dropped_copies
 from realgraph.planner.request.engine_support import SGLANG_KIND, TORCH_KIND
@@ -182,12 +182,14 @@ class Roles:
         ages = job.staleness if generator_trains and job.staleness else None
         reads = {job.graph.plain(name, key) for name in copy.calls for key in job.graph.reads[name]}
         samples = copy.role == generator and BEHAVIOUR_LOGPROBS in reads
+        drawn = job.plan.allocations[sampler].layout if samples else None
         applied = {f"{entry.path}.fn": entry.fn for entry in applied_of(own)}
         return TrainSettings(
             max_tokens_per_microbatch=tokens,
             optimizer=trains[0].optimizer,
             total_steps=job.steps * sum(call.minibatches * call.epochs for call in trains),
             max_logprob_gap=logprob_limit(job, copy.role) if samples else None,
+            engines=tuple(head_worker(drawn, rank) for rank in range(drawn.dp)) if drawn is not None else (),
             mixed_caches=job.rollout.interrupt == "keep_kv",
             max_age=ages if job.overdue == "mask" else None,
             told_ages=ages,

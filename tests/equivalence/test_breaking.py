@@ -15,6 +15,7 @@ from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.parallel.pipeline.stage import PipelineStage
 from realgraph.runtime.parallel.tensor.pieces import TensorCut
 from realgraph.runtime.train import passes
+from realgraph.runtime.train.observed import observed
 from realgraph.runtime.wire.protocol import Mean
 from tests.equivalence.comparing import alone, check, check_gradients, check_metrics, check_outputs, check_states
 from tests.equivalence.layouts import LAYOUTS
@@ -34,12 +35,11 @@ def leave_unsummed(patch: pytest.MonkeyPatch, pattern: str) -> None:
 
 def count_prompts(patch: pytest.MonkeyPatch) -> None:
     """The mean of entropies is over all tokens, those of prompts too."""
-    observed = passes._observed
 
     def of_all(batch: Packed, *others: Any) -> dict[str, Mean]:
         return observed(replace(batch, mask=torch.ones_like(batch.mask)), *others)
 
-    patch.setattr(passes, "_observed", of_all)
+    patch.setattr(passes, "observed", of_all)
 
 
 class Mistake(NamedTuple):
