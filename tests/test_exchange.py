@@ -300,14 +300,14 @@ def flipped(ranks: LayoutRanks, wrong: int) -> str:
     place = WorkerParts(rank, CPU, holds, moves.wants.get(rank, {}))
     sums = Checksums(moves, place, SHAPES, shares(layout_boxes(SHAPES, between[0], None), SHAPES))
     with pytest.MonkeyPatch.context() as patch:
-        pack = exchanges._pack
+        pack = exchanges._Flight._pack
 
-        def changed(message: Any, flat: torch.Tensor, *rest: Any) -> None:
-            pack(message, flat, *rest)
+        def changed(flight: Any, message: Any, flat: torch.Tensor) -> None:
+            pack(flight, message, flat)
             flat[0] += 1
 
         if rank == wrong:
-            patch.setattr(exchanges, "_pack", changed)
+            patch.setattr(exchanges._Flight, "_pack", changed)
         for _ in sums.watch(exchange(moves, place)):
             pass
     try:

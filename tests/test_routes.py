@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from realgraph.runtime.parallel.cuts import Box, split
-from realgraph.runtime.parallel.routes import Gap, Holdings, Message, rounds
+from realgraph.runtime.parallel.routes import Gap, Holdings, Message, Piece, rounds
 
 Shapes = dict[str, tuple[int, ...]]
 State = dict[int, dict[str, NDArray[np.float64]]]  # worker -> tensor, nan where an element is not there
@@ -122,6 +122,27 @@ def test_every_box_is_filled_with_the_fewest_bytes(
             packed[message.sender] += 4 * message.numel
             received.update(dict.fromkeys(message.receivers, 4 * message.numel))
         assert max((*packed.values(), *received.values())) <= bucket_bytes
+
+
+@given(moves(), st.integers(4, 60))
+@settings(max_examples=150)
+def test_a_worker_has_two_buckets_at_most_with_what_it_keeps_to_hand_on(
+    move: tuple[Shapes, Holdings, Holdings, tuple[int, ...]], bucket_bytes: int
+) -> None:
+    _, source, target, hosts = move
+    plan = rounds(source, target, hosts, 4, bucket_bytes)
+    used, came = Counter[tuple[int, int]](), dict[tuple[int, Piece], int]()  # by round and worker; the round of a piece
+    for number, messages in enumerate(plan):
+        for message in messages:
+            for worker in (message.sender, *message.receivers):
+                used[number, worker] += 4 * message.numel
+            came |= {(receiver, piece): number for receiver in message.receivers for piece in message.pieces}
+    for number, messages in enumerate(plan):
+        for message in messages:
+            for piece in message.pieces:
+                for between in range(came.get((message.sender, piece), number + 1), number + 1):
+                    used[between, message.sender] += 4 * piece.numel
+    assert max(used.values(), default=0) <= 2 * bucket_bytes
 
 
 @given(moves(), st.integers(4, 60), st.randoms(use_true_random=False))

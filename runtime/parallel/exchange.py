@@ -2,12 +2,13 @@
 
 All messages of a round are on their way at once, on CPUs those of several, and every worker goes through them in the
 same order. A large piece travels alone: from the memory where it lies, and into the memory where it is wanted, where
-that is in one run and of the dtype in which weights travel. What is not so is packed. Beside what it holds, a worker
-has a bucket of packed pieces that it sends and one of those that it receives for each round of such that is under way;
-where a run has several hosts, also what has come to a host and is still to be handed on there. On CPUs messages travel
-by gloo, between GPUs by NCCL. Workers that can read each other's memory need none: `mapped.py`.
+that is in one run and of the dtype in which weights travel. What is not so is packed. Beside what it holds and wants, a
+worker never has more than two buckets: of packed pieces that it sends and receives, in as many rounds as fit, of what
+has come to a host and is still to be handed on there, and of its own parts that are cast. On CPUs messages travel by
+gloo, between GPUs by NCCL. Workers that can read each other's memory need none: `mapped.py`.
 """
 
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress
@@ -28,7 +29,7 @@ from realgraph.runtime.wire.protocol import ArrivedBytes
 
 UNBOUNDED = 1 << 62  # elements of a bucket that nothing is copied to
 BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}  # by kind of device
-PACKED_AT_ONCE = {"cpu": 4, "cuda": 1}  # rounds with packed pieces under way: hides what gloo waits for
+STAGED_BUCKETS = 2  # what a worker has at most besides what it holds and wants: one that it sends, one that it receives
 ROUNDS_AT_ONCE = {"cpu": 32, "cuda": 1}  # under way at all
 NOBODY: Holdings = {}
 ALONE = 16  # pieces of this part of a bucket travel alone: their copies take longer than a message of their own
@@ -199,7 +200,9 @@ def travelling(part: WeightPart, moves: Reallocation) -> Iterator[WeightPart]:
         yield part
         return
     for box in cut_to(part.box, moves.bucket_bytes // moves.dtype.itemsize):
-        yield WeightPart(part.name, box, _values(part, box).to(moves.dtype))
+        cast = _values(part, box).to(moves.dtype)
+        yield WeightPart(part.name, box, cast)
+        _free(cast)
 
 
 def copied(parts: Iterable[WeightPart], moves: Reallocation, wanted: Mapping[str, WeightPart]) -> Iterator[WeightPart]:
@@ -238,21 +241,20 @@ def _columns(parts: Sequence[WeightPart], whole: WeightPart) -> bool:
     )
 
 
-class _Buffers(NamedTuple):
-    """Memory of a round: as many elements as the fullest one takes."""
+class _Needs(NamedTuple):
+    """Elements of a round that one worker packs, has come into memory besides where they are wanted, and then keeps to
+    hand on."""
 
-    out: Tensor
-    into: Tensor
-
-
-def _most(by_round: Iterable[Sequence[Message]]) -> int:
-    """Elements of the fullest round."""
-    return max((sum(message.numel for message in messages) for messages in by_round), default=0)
+    out: int
+    into: int
+    kept: int
 
 
 class _Round(NamedTuple):
     """A round's messages of one worker, under way."""
 
+    out: Tensor
+    into: Tensor
     sent: list[Said | None]
     coming: list[Said | None]  # None: the other end is gone
     arrived: list[tuple[Message, Tensor]]  # once `coming` is over
@@ -276,31 +278,36 @@ class _Flight:
         self._sends = {piece for messages in out for message in messages for piece in message.pieces}
         self._comes = {piece for messages in into for message in messages for piece in message.pieces}
         self._passing: dict[Piece, Tensor] = {}  # what has come and is to be handed on
-        packed = [[m for m in messages if self._lying(m, sent=True) is None] for messages in out]
-        unpacked = [[m for m in messages if self._lying(m, sent=False) is None] for messages in into]
-        self._packs = [bool(a or b) for a, b in zip(packed, unpacked, strict=True)]  # by round
-        sizes = _most(packed), _most(unpacked)
-        self._buffers = [
-            _Buffers(*(torch.empty(size, dtype=moves.dtype, device=place.device) for size in sizes))
-            for _ in range(min(sum(self._packs), PACKED_AT_ONCE[place.device.type]))
-        ]
-        self._users: list[_Round] = []  # of buffers, in turn
+        self._kept: dict[Piece, int] = {}  # elements of that which are copies
+        self._needs = [self._needed(*both) for both in zip(out, into, strict=True)]  # by round
+        self._room = STAGED_BUCKETS * moves.bucket_bytes // moves.dtype.itemsize  # elements that are not in use
+        self._unsent: deque[_Round] = deque()  # begun, with what they send still there
+        self._lost = list[Tensor]()  # memory of messages with workers that are gone
+
+    def _needed(self, out: Iterable[Message], into: Sequence[Message]) -> _Needs:
+        packed = (m.numel for m in out if self._lying(m, sent=True) is None)
+        unpacked = [m for m in into if self._lying(m, sent=False) is None]
+        kept = (piece.numel for m in unpacked for piece in m.pieces if piece in self._sends)
+        return _Needs(sum(packed), sum(m.numel for m in unpacked), sum(kept))
 
     def arrivals(self) -> Iterator[tuple[Message, Tensor]]:
         """Every message that comes, each as one flat tensor, which is good until the next is asked for."""
-        under_way: list[_Round] = []
+        under_way: deque[_Round] = deque()  # begun, with what they receive still to come
         for number in range(len(self._rounds)):
-            while self._goes(len(under_way), number):
-                under_way.append(self._begin(len(under_way)))
-            there = self._wait(under_way[number].coming)
-            self.missing += [message for message, _ in compress(under_way[number].arrived, map(not_, there))]
-            for message, flat in compress(under_way[number].arrived, there):
+            while self._goes(number + len(under_way), number):
+                under_way.append(self._begin(number + len(under_way)))
+            this = under_way.popleft()
+            there = self._wait(this.coming)
+            self.missing += [message for message, _ in compress(this.arrived, map(not_, there))]
+            for message, flat in compress(this.arrived, there):
                 for piece, those in zip(message.pieces, _split(message, flat), strict=True):
-                    if piece in self._sends:
-                        self._passing[piece] = those if self._lying(message, sent=False) is not None else those.clone()
+                    if piece in self._sends:  # where it is wanted, it stays
+                        self._kept[piece] = piece.numel if self._lying(message, sent=False) is None else 0
+                        self._passing[piece] = those.clone() if self._kept[piece] else those
                 yield message, flat
-        for each in under_way:
-            self._wait(each.sent)
+            self._room += self._free(this.into, there)
+        while self._unsent:
+            self._end_sends()
 
     def _wait(self, waits: list[Said | None]) -> list[bool]:
         """Until all has arrived that there is anybody for: True for each that has."""
@@ -308,45 +315,70 @@ class _Flight:
         waits.clear()
         return arrived
 
+    def _free(self, values: Tensor, there: Iterable[bool]) -> int:
+        """Give memory back, whoever still has a view of it; what a message with a worker that is gone may still use
+        stays until the end. Returns its elements."""
+        if not all(there):
+            self._lost.append(values)
+            return values.numel()
+        return _free(values)
+
     def _goes(self, ahead: int, number: int) -> bool:
-        """True where a round may begin while `number` is still to come: there are buffers for it, and all that it sends
-        is here, as it is once the rounds before it have come."""
+        """True where a round may begin while `number` is still to come: all that it sends is here, as it is once the
+        rounds before it have come, and there is room for it."""
         if ahead >= min(number + ROUNDS_AT_ONCE[self._place.device.type], len(self._rounds)):
             return False
-        if self._packs[ahead] and sum(self._packs[number:ahead]) >= len(self._buffers):
-            return False
         pieces = (piece for m in self._rounds[ahead] if m.sender == self._place.worker for piece in m.pieces)
-        return ahead == number or all(piece in self._passing for piece in pieces if piece in self._comes)
+        here = ahead == number or all(piece in self._passing for piece in pieces if piece in self._comes)
+        return here and (self._makes_room(ahead, number) or ahead == number)
+
+    def _makes_room(self, ahead: int, number: int) -> bool:
+        """Wait for what rounds before `number` send where a round needs the room. False where that is not enough."""
+        while sum(self._needs[ahead]) > self._room and len(self._unsent) > ahead - number:
+            self._end_sends()
+        return sum(self._needs[ahead]) <= self._room
+
+    def _end_sends(self) -> None:
+        """Wait until the first of the rounds that are not yet sent is."""
+        first = self._unsent.popleft()
+        self._room += self._free(first.out, self._wait(first.sent))
 
     def _begin(self, number: int) -> _Round:
         """Send and receive a round's messages, in the order that both ends have."""
-        worker, begun, buffers = self._place.worker, _Round([], [], []), None
-        if self._packs[number]:
-            turn, depth = len(self._users), len(self._buffers)
-            if turn >= depth:
-                self._wait(self._users[turn - depth].sent)
-            self._users.append(begun)
-            buffers = self._buffers[turn % depth]
+        worker, needs = self._place.worker, self._needs[number]
+        assert self._room >= sum(needs), f"round {number} of worker {worker} needs more than {STAGED_BUCKETS} buckets"
+        out, into = (torch.empty(n, dtype=self._dtype, device=self._place.device) for n in needs[:2])
+        self._room -= sum(needs)
+        begun = _Round(out, into, [], [], [])
+        self._unsent.append(begun)
         n_out = n_into = 0
         for message in self._rounds[number]:
             flat = self._lying(message, sent=message.sender == worker)
             if message.sender == worker:
                 if flat is None:
-                    assert buffers is not None, "a round that packs has buffers"
-                    flat = buffers.out[n_out : n_out + message.numel]
+                    flat = out[n_out : n_out + message.numel]
                     n_out += message.numel
-                    _pack(message, flat, self._place, self._passing)
+                    self._pack(message, flat)
                 for receiver in message.receivers:
                     begun.sent.append(self._peers.unless_gone(receiver, partial(say, flat, receiver), None))
             else:
                 if flat is None:
-                    assert buffers is not None, "a round that packs has buffers"
-                    flat = buffers.into[n_into : n_into + message.numel]
+                    flat = into[n_into : n_into + message.numel]
                     n_into += message.numel
                 sender = message.sender
                 begun.coming.append(self._peers.unless_gone(sender, partial(expect, flat, sender), None))
                 begun.arrived.append((message, flat))
         return begun
+
+    def _pack(self, message: Message, flat: Tensor) -> None:
+        """Fill the message from what this worker holds, cast, or hands on."""
+        for piece, into in zip(message.pieces, _split(message, flat), strict=True):
+            if piece in self._passing:
+                into.copy_(self._passing.pop(piece))
+                self._room += self._kept.pop(piece)
+                continue
+            for name, one in zip(piece.tensors, into.view(-1, *piece.box.shape), strict=True):
+                one.copy_(_values(self._place.holds[name], piece.box))
 
     def _lying(self, message: Message, *, sent: bool) -> Tensor | None:
         """The memory that a message is sent from, or comes into, as it lies here; None where it has to be packed."""
@@ -376,14 +408,10 @@ def _split(message: Message, flat: Tensor) -> Sequence[Tensor]:
     return torch.split(flat, [piece.numel for piece in message.pieces])
 
 
-def _pack(message: Message, flat: Tensor, place: WorkerParts, passing: dict[Piece, Tensor]) -> None:
-    """Fill the message from what this worker holds, cast, or hands on."""
-    for piece, into in zip(message.pieces, _split(message, flat), strict=True):
-        if piece in passing:
-            into.copy_(passing.pop(piece))
-            continue
-        for name, one in zip(piece.tensors, into.view(-1, *piece.box.shape), strict=True):
-            one.copy_(_values(place.holds[name], piece.box))
+def _free(values: Tensor) -> int:
+    """Give memory back, whoever still has a view of it. Returns its elements."""
+    values.untyped_storage().resize_(0)
+    return values.numel()
 
 
 def _values(held: WeightPart, box: Box) -> Tensor:

@@ -64,7 +64,8 @@ def rounds(
     """The messages that fill every box of `target` from those of `source`, in rounds.
 
     hosts: the host of each worker. element_bytes: of an element as it is sent, in the target's dtype. In a round a
-    worker receives `bucket_bytes` at most, and packs as many at most; what it hands on has come in a round before.
+    worker receives `bucket_bytes` at most, and packs as many at most; what it hands on has come in a round before, and
+    with what it keeps for that, both rounds included, it has twice as many at most.
     Raises Gap where no worker holds what one lacks.
     """
     most = bucket_bytes // element_bytes
@@ -212,35 +213,84 @@ def _hops(cell: Cell, hosts: Sequence[int], sent: defaultdict[int, int], numel: 
 
 
 class _Timetable:
-    """Rounds as they fill: each hop into the first that has room for it at both ends."""
+    """Rounds as they fill: each hop into the first that has room for it at both ends, and where it is handed on, so
+    that there is room to keep it until then."""
 
     def __init__(self, most: int) -> None:
-        self._most = most  # elements that a worker receives, and sends, in a round
+        self._most = most  # elements that a worker receives, and sends, in a round; twice as many with those it keeps
         self._rounds: list[dict[_Hop, list[Piece]]] = []
         self._used: defaultdict[_End, list[int]] = defaultdict(list)  # elements in each round
         self._open: defaultdict[_End, int] = defaultdict(int)  # the first round that is worth a look
+        self._kept: defaultdict[int, list[int]] = defaultdict(list)  # by worker, in each round: to be handed on
+        self._spare: defaultdict[int, int] = defaultdict(int)  # the first round that is worth a look to keep more in
 
     def add(self, piece: Piece, hops: Sequence[_Hop]) -> None:
         """Put a piece's hops into rounds, each behind the one before."""
-        number, room = 0, self._most - piece.numel
-        for sender, receivers in hops:
-            ends = [(sender, True), *((receiver, False) for receiver in receivers)]
-            number = max(number, *(self._open[end] for end in ends))
-            uses = [self._used[end] for end in ends]
-            while any(number < len(used) and used[number] > room for used in uses):
-                number += 1
-            for end, used in zip(ends, uses, strict=True):
-                used.extend([0] * (number + 1 - len(used)))
-                used[number] += piece.numel
+        numbers = self._free(piece.numel, hops, max((self._spare[worker] for worker, _ in hops[1:]), default=0))
+        while (full := self._first_full(piece.numel, hops, numbers)) is not None:
+            numbers = self._free(piece.numel, hops, full + 1)
+        for number, hop in zip(numbers, hops, strict=True):
+            for end in _ends_of(hop):
+                used = self._used[end]
+                _count(used, number, piece.numel)
                 first = max(self._open[end], len(used) - WINDOW)
                 while first < len(used) and used[first] > FULL * self._most:
                     first += 1
                 self._open[end] = first
             self._rounds.extend({} for _ in range(number + 1 - len(self._rounds)))
-            self._rounds[number].setdefault((sender, receivers), []).append(piece)
+            self._rounds[number].setdefault(hop, []).append(piece)
+        for (come, gone), (worker, _) in zip(pairwise(numbers), hops[1:], strict=True):
+            kept = self._kept[worker]
+            for number in range(come, gone + 1):
+                _count(kept, number, piece.numel)
+            first = max(self._spare[worker], len(kept) - WINDOW)
+            while first < len(kept) and self._load(worker, first) > FULL * 2 * self._most:
+                first += 1
+            self._spare[worker] = first
+
+    def _free(self, numel: int, hops: Sequence[_Hop], number: int) -> list[int]:
+        """The first round from `number` on for each hop, in which its ends send and receive few enough."""
+        found, room = list[int](), self._most - numel
+        for hop in hops:
+            ends = _ends_of(hop)
+            number = max(number, *(self._open[end] for end in ends))
+            uses = [self._used[end] for end in ends]
+            while any(number < len(used) and used[number] > room for used in uses):
+                number += 1
+            found.append(number)
             number += 1
+        return found
+
+    def _first_full(self, numel: int, hops: Sequence[_Hop], numbers: Sequence[int]) -> int | None:
+        """The first of these rounds in which a worker that keeps something would have more than there is room for."""
+        if len(hops) == 1 and not self._kept:
+            return None
+        more: defaultdict[tuple[int, int], int] = defaultdict(int)  # by round and worker
+        for number, hop in zip(numbers, hops, strict=True):
+            for worker, _ in _ends_of(hop):
+                more[number, worker] += numel
+        for (come, gone), (worker, _) in zip(pairwise(numbers), hops[1:], strict=True):
+            for number in range(come, gone + 1):
+                more[number, worker] += numel
+        full = (number for (number, worker), n in more.items() if self._load(worker, number) + n > 2 * self._most)
+        return min(full, default=None)
+
+    def _load(self, worker: int, number: int) -> int:
+        """Elements that a worker sends, receives and keeps in a round."""
+        counted = (self._used[worker, True], self._used[worker, False], self._kept[worker])
+        return sum(each[number] for each in counted if number < len(each))
 
     def rounds(self) -> tuple[tuple[Message, ...], ...]:
         return tuple(
             tuple(Message(*hop, tuple(pieces)) for hop, pieces in sorted(each.items())) for each in self._rounds
         )
+
+
+def _ends_of(hop: _Hop) -> list[_End]:
+    sender, receivers = hop
+    return [(sender, True), *((receiver, False) for receiver in receivers)]
+
+
+def _count(by_round: list[int], number: int, numel: int) -> None:
+    by_round.extend([0] * (number + 1 - len(by_round)))
+    by_round[number] += numel
