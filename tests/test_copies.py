@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from realgraph.runtime.parallel.cuts import Box
-from realgraph.runtime.parallel.exchange import Reallocation, WeightPart, copied
+from realgraph.runtime.parallel.exchange import Reallocation, WeightPart
+from realgraph.runtime.parallel.mapped import copied
 
 DTYPES = (torch.float64, torch.float32)
 BUCKET = 64  # bytes

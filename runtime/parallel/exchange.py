@@ -167,18 +167,6 @@ def messages(
         arrivals.missing = tuple(flight.missing)
 
 
-def parts_of(these: Iterable[Message], parts: Iterable[WeightPart]) -> Iterator[WeightPart]:
-    """The parts, as far as they lie in the boxes of some messages."""
-    boxes: dict[str, list[Box]] = {}
-    for piece in chain.from_iterable(message.pieces for message in these):
-        for name in piece.tensors:
-            boxes.setdefault(name, []).append(piece.box)
-    for part in parts:
-        for box in boxes.get(part.name, ()):
-            if (common := part.box.intersect(box)) is not None:
-                yield WeightPart(part.name, common, part.values[common.within(part.box).slices])
-
-
 def own_parts(moves: Reallocation, place: WorkerParts) -> Iterator[WeightPart]:
     """All that this worker both wants and holds, as it travels."""
     for part in own_views(place):
@@ -203,42 +191,6 @@ def travelling(part: WeightPart, moves: Reallocation) -> Iterator[WeightPart]:
         cast = _values(part, box).to(moves.dtype)
         yield WeightPart(part.name, box, cast)
         _free(cast)
-
-
-def copied(parts: Iterable[WeightPart], moves: Reallocation, wanted: Mapping[str, WeightPart]) -> Iterator[WeightPart]:
-    """The same parts where they are wanted, those that have no such place as they travel. All copies follow each other:
-    between two that empty the caches a line of Python costs as much as a hundred kilobytes."""
-    by_name: dict[str, list[WeightPart]] = {}
-    found, landed = list[WeightPart](), list[WeightPart]()  # the same: where they lie, and are to lie
-    for part in parts:
-        into = wanted.get(part.name)
-        common = overlap(into.box, part.box) if into is not None and into.values.dtype == moves.dtype else None
-        if into is None or common is None or common.in_second:
-            yield from travelling(part, moves)
-        else:
-            by_name.setdefault(part.name, []).append(part)
-            found.append(part)
-            landed.append(WeightPart(part.name, part.box, into.values[common.in_first]))
-    joined = {name for name, some in by_name.items() if len(some) > 1 and _columns(some, wanted[name])}
-    sources, targets = ([part.values for part in some if part.name not in joined] for some in (found, landed))
-    with torch.no_grad():
-        if targets:
-            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
-        for name in joined:  # row by row: each page of memory is written once
-            columns = sorted(by_name[name], key=lambda part: part.box.start)
-            torch.cat([part.values for part in columns], 1, out=wanted[name].values)
-    yield from landed
-
-
-def _columns(parts: Sequence[WeightPart], whole: WeightPart) -> bool:
-    """True for the columns of all of a matrix, in its dtype."""
-    matrix, boxes = whole.box, [part.box for part in parts]
-    return (
-        len(matrix.shape) == 2
-        and sum(box.numel for box in boxes) == matrix.numel
-        and all(box.start[0] == matrix.start[0] and box.shape[0] == matrix.shape[0] for box in boxes)
-        and all(part.values.dtype == whole.values.dtype for part in parts)
-    )
 
 
 class _Needs(NamedTuple):
