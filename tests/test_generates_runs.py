@@ -1,6 +1,7 @@
 """Real runs of graphs that generate more than once: the same numbers in any layout, after a resume, and at a bound."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,54 @@ def test_a_run_within_a_bound_trains_on_no_older_samples_than_it_allows(home: Pa
     stale = {"staleness": 1, "overdue": "drop", "rollout": {"interrupt": interrupt}}
     folder = run_of(home, f"{graph}-{interrupt}", graph, stale, LAYOUTS["apart"] if interrupt == "wait" else {})
     assert max(metrics["staleness/max"] for metrics in numbers(folder).values()) <= 1
+
+
+DEBATERS = ("pro", "con")
+
+
+def debate_of(home: Path, name: str, *parts: dict[str, Any]) -> dict[int, dict[str, float]]:
+    """The numbers of a finished run of the debate in the documents, with texts and rewards for this model."""
+    page = (Path(__file__).parent.parent / "docs/graphs.md").read_text()
+    graph = re.search(r"```yaml\n(# debate\.yaml.*?)```", page, re.DOTALL)
+    assert graph is not None
+    (home / "arguing.yaml").write_text(graph[1])
+    (home / "judging.py").write_text(FUNCTIONS)
+    scored = {f"{role}_reward": {"fn": "rewards:score"} for role in DEBATERS}
+    debate = {
+        "graph": "arguing.yaml",
+        "models": {role: {"path": "model"} for role in DEBATERS},
+        "params": {"lr": 3.0e-3, "group_size": 4},
+        "calls": {"ask": {"fn": "judging:ask"}, **scored},
+        "steps": 3,
+        "checkpoint": {"every": 3},
+    }
+    run = json.loads(write_run(home, name, debate, *parts).read_text())
+    del run["models"]["actor"]
+    run["params"] = debate["params"]
+    (home / f"{name}.yaml").write_text(json.dumps(run))
+    finish(home, "run", str(home / f"{name}.yaml"), name=name)
+    return numbers(home / name)
+
+
+def test_a_debate_trains_both_actors_alike_wherever_they_lie(home: Path) -> None:
+    """Their rewards are each other's baselines: what one gains the other loses."""
+    own = {call: {"first": 0, "devices": 1} for call in ("first", "pro_train")}
+    others = {call: {"first": 1, "devices": 1} for call in ("second", "con_train")}
+    one = debate_of(home, "debate", {"cluster": {"devices": 1}})
+    apart = debate_of(home, "debate-apart", {"allocation": own | others})
+    corrected = {"loss": {"terms": {"policy": {"off_policy": {"kind": "decoupled"}}}}}
+    late = {"staleness": 1, "overdue": "drop", "calls": {f"{role}_train": corrected for role in DEBATERS}}
+    stale = debate_of(home, "debate-stale", {"allocation": own | others}, late)
+    assert [*one] == [*apart] == [*stale] == [0, 1, 2]
+    for step, metrics in one.items():
+        for role in DEBATERS:
+            assert metrics[f"{role}_train/grad_norm"] > 0
+            for name in (f"{role}_reward/{role}_reward", f"{role}_train/loss", f"{role}_train/grad_norm"):
+                assert apart[step][name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-5), (step, name)
+    assert max(metrics["staleness/max"] for metrics in stale.values()) <= 1
+    trained = [home / "debate/checkpoints/step-000003" / role / "model.safetensors" for role in DEBATERS]
+    contents = {path.read_bytes() for path in (*trained, home / "model/model.safetensors")}
+    assert len(contents) == 3  # each has learnt something of its own
 
 
 def test_a_greedy_baseline_is_the_reward_of_the_greedy_response(home: Path) -> None:
