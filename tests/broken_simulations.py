@@ -190,10 +190,10 @@ def _strike(simulator: Simulator, kind: str) -> None:
         case "worker killed":
             simulator.lose(worker)
         case "worker stopped for good":
-            _cut(simulator, worker)
+            cut(simulator, worker)
             simulator.plan(Tick(), LOST_SECONDS, lambda: simulator.lose(worker, "has not been heard of"))
         case "link dropped":  # signs of life come through, and no answer: a deadline strikes
-            _cut(simulator, worker)
+            cut(simulator, worker)
         case "run interrupted":
             simulator.feed(StopRequested())
         case "worker stopped and continued":
@@ -237,7 +237,7 @@ def _split(planned: Planned, seconds: float) -> list[Planned]:
     return [done, Planned(planned.time + seconds, planned.number, planned.event)]
 
 
-def _cut(simulator: Simulator, worker: int) -> None:
+def cut(simulator: Simulator, worker: int) -> None:
     """Nothing reaches this worker any more but drops, by which steps are known, and nothing comes from it."""
     _change(simulator, worker, lambda planned: [])
     before: Callable[[int, Command], bool] = simulator.silent

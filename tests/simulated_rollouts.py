@@ -100,11 +100,16 @@ class SimulatedRollouts(SimulatedTasks):
                 planned.time += seconds
         heapq.heapify(self.events)
 
-    def check_drained(self, call: str) -> None:
-        """No sample is under way when the weights that generate change, where new ones wait for those."""
-        if self.shape.interrupt == "wait" and self.shape.kept:
-            making = {name for worker in self.workers.values() for name, _ in worker.making}
-            assert call not in making, "samples of two versions"
+    def check_drained(self, number: int, call: str) -> None:
+        """No sample is under way when the weights that generate change, where new ones wait for those. What other
+        workers were told to stop is not under way, though they did not hear it: they do not hear of new weights either.
+        """
+        if self.shape.interrupt != "wait" or not self.shape.kept:
+            return
+        for other, worker in self.workers.items():
+            unheard = worker.unheard if other != number else ()
+            making = {group for name, group in worker.making if name == call}
+            assert making.issubset(unheard), f"samples of two versions: groups {making} of worker {other}"
 
     # --- groups that are not trained ----------------------------------------------------------------------------------
 

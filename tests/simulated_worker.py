@@ -21,6 +21,7 @@ class SimulatedWorker:
     making: set[tuple[str, int]] = field(default_factory=set)  # generate call, group
     copies: dict[str, int] = field(default_factory=dict)  # call -> version
     kept: dict[int, int] = field(default_factory=dict)  # group that another makes -> version of its oldest known token
+    unheard: set[int] = field(default_factory=set)  # groups that it goes on with: their abort was lost on its way
 
     def groups(self) -> set[int]:
         """The groups of which it stores anything."""

@@ -148,9 +148,10 @@ class Simulator(SimulatedRollouts):
         if failure is not None:
             self.plan(failure, self.rng.random())
             return
-        if self.silent(number, command):
-            return
         worker = self.workers[number]
+        if self.silent(number, command):
+            worker.unheard.update(command.groups if isinstance(command, Abort) else ())
+            return
         match command:
             case Submit():
                 self.contract.check_submit(number, command)
@@ -168,7 +169,7 @@ class Simulator(SimulatedRollouts):
                 self.execute(number, command)
             case Reallocate():
                 self.contract.check_reallocate(number, command)
-                self.check_drained(command.call)
+                self.check_drained(number, command.call)
                 assert not set(command.receivers) & self.evaluating, "new weights for an engine that evaluates"
                 if command.call == self.contract.generate and self.shape.kept:
                     self.early[command.task] = set(command.owners) - set(command.receivers)
@@ -221,6 +222,7 @@ class Simulator(SimulatedRollouts):
             worker.store.clear()
             worker.making.clear()
             worker.kept.clear()
+            worker.unheard.clear()
         ledger = self.scheduler._ledger
         keepers = {one.id: one.keeper for one in ledger.live.values() if one.owner in engine}
         devices = self.scheduler._devices
@@ -263,7 +265,7 @@ class Simulator(SimulatedRollouts):
             self.hold(number, command.task)
             self.check_mesh_call(number, command)
             for name in self.contract.trained_in_place(command.call) if isinstance(call, Train) else ():
-                self.check_drained(name)
+                self.check_drained(number, name)
         left_out: dict[int, tuple[int, ...]] = {}
         if "keep" in self.graph.writes[command.call]:
             left_out = {group: self.left_out(group) for group in {group_of(sample) for sample in samples}}
