@@ -203,7 +203,7 @@ def _strike(simulator: Simulator, kind: str) -> None:
             simulator.lose(engine)
             simulator.plan(Tick(), rng.uniform(0.1, START_SECONDS), lambda: simulator.join(engine))
         case "link delayed":  # the worker goes on, its answers come later
-            _change(simulator, worker, lambda planned: _split(planned, rng.uniform(0.1, LOST_SECONDS)))
+            _change(simulator, worker, lambda planned: _split(planned, worker, rng.uniform(0.1, LOST_SECONDS)))
         case _:
             assert kind == "master killed"
 
@@ -229,11 +229,12 @@ def _later(planned: Planned, seconds: float) -> Planned:
     return Planned(planned.time + seconds, planned.number, planned.event, planned.before)
 
 
-def _split(planned: Planned, seconds: float) -> list[Planned]:
-    """The worker's work in its time, the answer later; together where they discard groups, which both sides note."""
+def _split(planned: Planned, worker: int, seconds: float) -> list[Planned]:
+    """The worker's work in its time, unless it is lost before, and the answer later; together where they discard
+    groups, which both sides note."""
     if getattr(planned.event, "left_out", None) or getattr(planned.event, "skipped", None):
         return [_later(planned, seconds)]
-    done = Planned(planned.time, planned.number, Tick(), planned.before)
+    done = Planned(planned.time, planned.number, Tick(), planned.before, worker)
     return [done, Planned(planned.time + seconds, planned.number, planned.event)]
 
 

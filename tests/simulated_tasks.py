@@ -19,6 +19,7 @@ class Planned:
     number: int
     event: Event = field(compare=False)
     before: Callable[[], None] | None = field(default=None, compare=False)  # what the worker did by then
+    worker: int = field(default=-1, compare=False)  # which worker, where the event does not say
 
 
 class SimulatedTasks:
@@ -84,7 +85,7 @@ class SimulatedTasks:
 
     def lose_answers(self, number: int) -> None:
         """Nothing comes from a worker that is gone, and its tasks wait for the others alone."""
-        self.events = [planned for planned in self.events if getattr(planned.event, "worker", -1) != number]
+        self.events = [one for one in self.events if number not in (one.worker, getattr(one.event, "worker", -1))]
         heapq.heapify(self.events)
         for task in [task for task, waiting in self.awaited.items() if number in waiting]:
             self.awaited[task].discard(number)
