@@ -4,7 +4,9 @@ import random
 
 import pytest
 
+from realgraph.planner.plan.plan import Turn
 from realgraph.runtime.commands.actions import Send
+from realgraph.runtime.scheduler.meshes.turns import NextTurn, Turns
 from realgraph.runtime.wire.protocol import Abort, Reallocate
 from tests.broken_simulations import LETHAL, MOMENTS, OUTLIVED, broken_run, cut
 from tests.shapes import Shape
@@ -52,5 +54,31 @@ def _is_unheard(simulator: Simulator, send: Send) -> bool:
     return isinstance(send.command, Abort) and groups.issuperset(send.command.groups)
 
 
-def test_a_run_whose_stopped_worker_misses_an_abort_before_new_weights() -> None:
-    assert broken_run(1_000_001, lives=10, least=1, steps=20).problems == ()
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(1_000_001, id="a stopped worker misses an abort before new weights"),
+        pytest.param(1_000_109, id="a stop while a call of a step after the last is under way"),
+        pytest.param(1_000_224, id="an engine lost before it has made what it tells of late"),
+    ],
+)
+def test_faults_that_have_met_once(seed: int) -> None:
+    assert broken_run(seed, lives=10, least=1, steps=20).problems == ()
+
+
+def test_a_call_of_a_step_after_the_last_ends_though_its_turn_has_been_passed() -> None:
+    """It was under way when the run was told to stop."""
+    turns = Turns({0: (Turn("values", 1), Turn("train", 0))}, 0, ())
+    values, train, after = NextTurn("values", 0), NextTurn("train", 0), NextTurn("values", 1)
+    assert turns.next(9, 9) == [values]
+    turns.leave(*_at(values))
+    assert turns.next(9, 9) == [after]
+    assert turns.next(9, 1) == [train]
+    turns.leave(*_at(after))
+    assert turns.next(9, 1) == [train]
+    turns.leave(*_at(train))
+    assert turns.next(9, 1) == []
+
+
+def _at(turn: NextTurn) -> tuple[str, int]:
+    return turn.call, turn.step

@@ -42,6 +42,11 @@ class _Lane:
         turn = self.order[index]
         return turn.call, round_ + turn.offset
 
+    def position_of(self, call: str, step: int) -> int:
+        """The position at which `call` of `step` has its turn."""
+        index = next(index for index, turn in enumerate(self.order) if turn.call == call)
+        return (step - self.order[index].offset) * len(self.order) + index
+
     def passed(self, position: int, limit: int) -> bool:
         """True where nothing is left to do at `position`: it ran, or its step is none of this run's."""
         step = self.at(position)[1]
@@ -136,14 +141,13 @@ class Turns:
         return [head for head in dict.fromkeys(heads) if head is not None]
 
     def leave(self, call: str, step: int) -> None:
-        """`call` of `step` has had its turn on all its devices."""
+        """`call` of `step` has had its turn on all its devices. One whose step is none of the run's any more, since it
+        was told to stop meanwhile, has been passed already."""
         for lane in self._of[call]:
-            position = lane.position
-            while lane.at(position) != (call, step):
-                position += 1
+            position = lane.position_of(call, step)
             if position == lane.position:
                 lane.position += 1
-            else:
+            elif position > lane.position:
                 lane.done.add(position)
 
     def had(self, call: str, step: int) -> bool:
