@@ -1,4 +1,5 @@
-"""Judge the audit of a run that wrote one (`outputs.audit: true`): was the age bound kept in every loss?
+"""Judge the audit of a run that wrote one (`outputs.audit: true`): was the age bound kept in every loss, and under
+`interrupt: wait` every sample drawn by one version of the weights?
 
 Run from the repository root: `python -m benchmarks.audit RUN_DIR`. Trainers wrote the record, from the batches that
 their losses were evaluated on; the judgement shares no code with them, nor with the scheduler. A resumed run repeats
@@ -16,7 +17,7 @@ from msgspec import Struct
 
 from realgraph.graphs.functions import sample_filter
 from realgraph.graphs.spec import Generate, Train
-from realgraph.runtime.job.audit import AuditRecord, AuditSample
+from realgraph.runtime.job.audit import NO_VERSION, AuditRecord, AuditSample
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.job.sample_ids import group_of
@@ -34,6 +35,7 @@ class Promise(Struct, frozen=True):
     n_groups: int = 0
     least: int | None = None  # None: no function leaves samples out
     of_data: frozenset[str] = frozenset()  # train calls that meet one sequence of the data a group, of no age
+    one_version: bool = False  # of the weights that drew a sample: new ones have waited for it
 
 
 class Start(Struct, frozen=True):
@@ -81,7 +83,8 @@ def _age(record: AuditRecord, version: int, promise: Promise) -> int:
 
 
 def _wrong_ages(record: AuditRecord, promise: Promise) -> Iterator[str]:
-    """Tokens in the loss that are older than the bound, or of weights that were still to come."""
+    """Tokens in the loss that are older than the bound, or of weights that were still to come; samples of more weights
+    than one, where there may be none."""
     for sample in record.samples:
         for span in sample.spans:
             age = _age(record, span.version, promise)
@@ -90,6 +93,9 @@ def _wrong_ages(record: AuditRecord, promise: Promise) -> Iterator[str]:
                 yield f"{tokens} are {age} steps old, {promise.bound} are allowed"
             elif age < 0:
                 yield f"{tokens} are of weights that were not there: version {span.version}"
+        versions = sorted({span.version for span in sample.spans} - {NO_VERSION})
+        if promise.one_version and len(versions) > 1:
+            yield f"{record.call} of step {record.step}: sample {sample.sample} was drawn by versions {versions}"
 
 
 def _wrong_counts(records: Sequence[AuditRecord], promise: Promise) -> Iterator[str]:
@@ -152,6 +158,7 @@ def promise_of(job: Job) -> Promise:
         n_groups=job.batch.groups,
         least=job.graph.least_samples if sample_filter(calls) else None,
         of_data=frozenset(name for name in trains if job.graph.works_on_data(name)),
+        one_version=job.rollout.interrupt == "wait" and job.plan.staleness > 0,
     )
 
 

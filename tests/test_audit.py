@@ -98,6 +98,16 @@ def test_a_kept_promise_passes_and_each_broken_one_is_named_with_its_sample(seed
     assert all(f"of step {records[at].step}" in one or "again" in one or "in step" in one for one in problems)
 
 
+def test_a_sample_of_two_versions_is_named_where_new_weights_wait() -> None:
+    promise = structs.replace(PROMISE, bound=None, one_version=True)
+    first = [structs.replace(one, spans=one.spans[:1]) for one in records_of(random.Random(0))[0].samples]
+    kept = changed(records_of(random.Random(0)), 0, lambda samples: first)[:1]
+    assert not [text for text in judge(kept, (), promise).problems if "drawn by" in text]
+    mixed = structs.replace(first[0], spans=(AuditSpan(0, 4, True), AuditSpan(1, 4, False)))
+    problems = judge(changed(kept, 0, lambda samples: [mixed, *samples[1:]]), (), promise).problems
+    assert f"train of step 0: sample {mixed.sample} was drawn by versions [0, 1]" in problems
+
+
 def test_a_rank_whose_record_is_missing_is_noticed() -> None:
     records = records_of(random.Random(0))
     assert judged([record for record in records if (record.worker, record.step) != (1, 3)]).problems == (
