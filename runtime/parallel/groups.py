@@ -30,7 +30,7 @@ from realgraph.planner.plan.axes import (
     session_layout,
 )
 from realgraph.planner.plan.layout import DeviceMesh, Layout
-from realgraph.runtime.parallel.rendezvous import CollectiveError, register_gloo
+from realgraph.runtime.parallel.rendezvous import Attendance, CollectiveError, key_of, register_gloo
 from realgraph.runtime.parallel.shared_memory import SharedMemory, open_shared_memory
 from realgraph.runtime.wire.curve import LOOPBACK
 from realgraph.runtime.wire.ports import listening_sockets, refuse_connections
@@ -266,14 +266,15 @@ class Collectives:
         assert store is not None, "more than one worker needs a store"
         deadline = timedelta(seconds=member.timeout_seconds)
         open_before = listening_sockets()
+        self._attendance = Attendance(store, member.grouped, self._rank)
         everybody = tuple(range(n_grouped))
-        self._arrive(store, everybody)
+        self._attendance.arrive(everybody)
         try:
             gloo = register_gloo(member.interface)
             backend = f"cpu:{gloo},cuda:nccl" if member.device.type == "cuda" else gloo
             dist.init_process_group(backend, store=store, rank=self._rank, world_size=n_grouped, timeout=deadline)
         except RuntimeError as error:
-            raise self._unformed(store, everybody, error) from error
+            raise self._attendance.unformed(everybody, error) from error
         own = [layout for layout in layouts if not member.engine or member.worker in layout.mesh.devices]
         near = {self._grouped(layout) for layout in own}
         for ranks in sorted(_groups_of(near)):
@@ -283,7 +284,7 @@ class Collectives:
             if self._rank in ranks:
                 assert isinstance(group, ProcessGroup)
                 memory = self._shared(store, ranks, deadline, "session")
-                self._sessions[ranks] = Ranks(torch.device("cpu"), group, self._named(ranks), memory)
+                self._sessions[ranks] = Ranks(torch.device("cpu"), group, self._attendance.named(ranks), memory)
         refuse_connections(listening_sockets() - open_before)
 
     def _grouped(self, layout: Layout) -> Layout:
@@ -298,22 +299,22 @@ class Collectives:
             group: Any = dist.group.WORLD
         else:
             if is_member:
-                self._arrive(store, ranks)
+                self._attendance.arrive(ranks)
             try:
                 group = dist.new_group(list(ranks), timeout=deadline, backend=backend)
             except DistError as error:
-                raise self._unformed(store, ranks, error) from error
+                raise self._attendance.unformed(ranks, error) from error
         if is_member:
             assert isinstance(group, ProcessGroup)
             memory = self._shared(store, ranks, deadline, "layout")
-            self._groups[ranks] = Ranks(self.member.device, group, self._named(ranks), memory)
+            self._groups[ranks] = Ranks(self.member.device, group, self._attendance.named(ranks), memory)
 
     def _shared(self, store: Store, ranks: tuple[int, ...], timeout: timedelta, purpose: str) -> SharedMemory | None:
         """The memory that a group's workers share; None where they are on several hosts."""
         hosts = self.member.hosts
         if len({hosts[self.member.grouped[rank]] for rank in ranks} if hosts else {""}) > 1:
             return None
-        return open_shared_memory(store, ranks, self._rank, timeout, f"{purpose}/{_key(ranks)}")
+        return open_shared_memory(store, ranks, self._rank, timeout, f"{purpose}/{key_of(ranks)}")
 
     @property
     def store(self) -> Store:
@@ -343,19 +344,6 @@ class Collectives:
     def _of(self, ranks: tuple[int, ...]) -> Ranks:
         return Ranks(self.member.device) if len(ranks) == 1 else self._groups[ranks]
 
-    def _named(self, ranks: Sequence[int]) -> str:
-        return _named([self.member.grouped[rank] for rank in ranks])
-
-    def _arrive(self, store: Store, ranks: Sequence[int]) -> None:
-        """Leave word that this worker has come to make a group."""
-        store.set(_mark(ranks, self._rank), "here")
-
-    def _unformed(self, store: Store, ranks: Sequence[int], error: Exception) -> CollectiveError:
-        """The error of a group that was not made, with the workers that never came."""
-        missing = [self.member.grouped[rank] for rank in ranks if not store.check([_mark(ranks, rank)])]
-        who = f"; never came: worker {', '.join(map(str, missing))}" if missing else ""
-        return CollectiveError(f"{self._named(ranks)} could not form their group{who}: {error}")
-
     def close(self) -> None:
         """Leave all groups; not collective."""
         for ranks in (*self._groups.values(), *self._sessions.values()):
@@ -381,18 +369,3 @@ def _axis_groups(layout: Layout) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """The groups of each kind, in the order of the fields of `LayoutRanks` behind its mesh."""
     along = tuple(groups_of(layout, *axes) for axes in _AXES)
     return (*along, expert_groups(layout), expert_copies(layout))
-
-
-def _named(workers: Sequence[int]) -> str:
-    if (len(workers) > 2 and list(workers) == list(range(workers[0], workers[-1] + 1))) or len(workers) == 2:
-        between = "to" if workers[-1] - workers[0] == len(workers) - 1 else "and"
-        return f"workers {workers[0]} {between} {workers[-1]}"
-    return f"workers {', '.join(map(str, workers))}"
-
-
-def _mark(ranks: Sequence[int], rank: int) -> str:
-    return f"realgraph/{_key(ranks)}/{rank}"
-
-
-def _key(ranks: Sequence[int]) -> str:
-    return "-".join(map(str, ranks))

@@ -10,6 +10,7 @@ import shutil
 import socket
 import sys
 import tempfile
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -128,3 +129,41 @@ def register_gloo(interface: str) -> str:
 
     Backend.register_backend(GLOO, open_group, devices=["cpu"])
     return GLOO
+
+
+class Attendance:
+    """The workers that form groups and have come, seen from one of them. workers: by their rank in the default
+    group; rank: this one's."""
+
+    def __init__(self, store: Store, workers: Sequence[int], rank: int) -> None:
+        self._store, self._workers, self._rank = store, workers, rank
+
+    def named(self, ranks: Sequence[int]) -> str:
+        """The workers of these ranks, for messages."""
+        return _named([self._workers[rank] for rank in ranks])
+
+    def arrive(self, ranks: Sequence[int]) -> None:
+        """Leave word that this worker has come to make a group."""
+        self._store.set(_mark(ranks, self._rank), "here")
+
+    def unformed(self, ranks: Sequence[int], error: Exception) -> CollectiveError:
+        """The error of a group that was not made, with the workers that never came."""
+        missing = [self._workers[rank] for rank in ranks if not self._store.check([_mark(ranks, rank)])]
+        who = f"; never came: worker {', '.join(map(str, missing))}" if missing else ""
+        return CollectiveError(f"{self.named(ranks)} could not form their group{who}: {error}")
+
+
+def key_of(ranks: Sequence[int]) -> str:
+    """A group's in the store."""
+    return "-".join(map(str, ranks))
+
+
+def _mark(ranks: Sequence[int], rank: int) -> str:
+    return f"realgraph/{key_of(ranks)}/{rank}"
+
+
+def _named(workers: Sequence[int]) -> str:
+    if (len(workers) > 2 and list(workers) == list(range(workers[0], workers[-1] + 1))) or len(workers) == 2:
+        between = "to" if workers[-1] - workers[0] == len(workers) - 1 else "and"
+        return f"workers {workers[0]} {between} {workers[-1]}"
+    return f"workers {', '.join(map(str, workers))}"
