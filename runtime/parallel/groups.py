@@ -8,6 +8,7 @@ answer nobody. Every collective has a deadline.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,7 +31,7 @@ from realgraph.planner.plan.axes import (
     session_layout,
 )
 from realgraph.planner.plan.layout import DeviceMesh, Layout
-from realgraph.runtime.parallel.rendezvous import Attendance, CollectiveError, key_of, register_gloo
+from realgraph.runtime.parallel.rendezvous import Attendance, CollectiveError, RollCall, key_of, register_gloo
 from realgraph.runtime.parallel.shared_memory import SharedMemory, open_shared_memory
 from realgraph.runtime.wire.curve import LOOPBACK
 from realgraph.runtime.wire.ports import listening_sockets, refuse_connections
@@ -80,11 +81,14 @@ class Ranks:
         group: ProcessGroup | None = None,
         name: str = "one rank",
         memory: SharedMemory | None = None,
+        roll: RollCall | None = None,
     ) -> None:
+        """roll: tells who is missing where a collective fails."""
         self.device = device
         self.group = group
         self.name = name
         self.memory = memory
+        self._roll = roll
         self.rank = memory.rank if memory is not None else 0 if group is None else dist.get_rank(group)
         self.size = memory.size if memory is not None else 1 if group is None else dist.get_world_size(group)
 
@@ -120,12 +124,13 @@ class Ranks:
             begun, shape = memory.begin_gather(values.reshape(-1)), (memory.size, *values.shape)
             return lambda: self._guard("all-gather", begun).view(shape)
         rows = [torch.empty_like(values) for _ in range(self.size)]
+        began = time.monotonic()
         gather = partial(dist.all_gather, rows, values, group=self.group, async_op=True)
         work = self._guard("all-gather", gather)
 
         def rows_of_all() -> Tensor:
             if work is not None:
-                self._guard("all-gather", work.wait)
+                self._guard("all-gather", work.wait, began)
             return torch.stack(rows)
 
         return rows_of_all
@@ -203,11 +208,16 @@ class Ranks:
     def _memory_for(self, tensor: Tensor) -> SharedMemory | None:
         return self.memory if tensor.device.type == "cpu" else None
 
-    def _guard(self, what: str, call: Callable[[], T]) -> T:
+    def _guard(self, what: str, call: Callable[[], T], began: float | None = None) -> T:
+        """Raises CollectiveError, with the workers that are missing where that is known."""
+        began = time.monotonic() if began is None else began
         try:
             return call()
-        except RuntimeError as error:  # gloo and NCCL raise RuntimeError and its subclasses
+        except CollectiveError as error:  # of shared memory, which names them
             raise CollectiveError(f"{what} over {self.name} failed: {error}") from error
+        except RuntimeError as error:  # gloo and NCCL raise RuntimeError and its subclasses
+            missing = self._roll.missing(what, time.monotonic() - began) if self._roll is not None else ""
+            raise CollectiveError(f"{what} over {self.name} failed: {missing}{'; ' * bool(missing)}{error}") from error
 
 
 @dataclass(frozen=True)
@@ -266,8 +276,8 @@ class Collectives:
         assert store is not None, "more than one worker needs a store"
         deadline = timedelta(seconds=member.timeout_seconds)
         open_before = listening_sockets()
-        self._attendance = Attendance(store, member.grouped, self._rank)
         everybody = tuple(range(n_grouped))
+        self._attendance = Attendance(store, member.grouped, self._rank, [*filter(self._is_near, everybody)])
         self._attendance.arrive(everybody)
         try:
             gloo = register_gloo(member.interface)
@@ -275,23 +285,22 @@ class Collectives:
             dist.init_process_group(backend, store=store, rank=self._rank, world_size=n_grouped, timeout=deadline)
         except RuntimeError as error:
             raise self._attendance.unformed(everybody, error) from error
+        self._attendance.watch()
         own = [layout for layout in layouts if not member.engine or member.worker in layout.mesh.devices]
         near = {self._grouped(layout) for layout in own}
         for ranks in sorted(_groups_of(near)):
-            self._open(store, ranks, backend, deadline)
+            self._open(ranks, backend, deadline)
         for ranks in sorted({w for layout in near for w in session_groups(layout) if len(w) > 1}):
             group = dist.new_group(list(ranks), timeout=deadline, backend=gloo)
             if self._rank in ranks:
-                assert isinstance(group, ProcessGroup)
-                memory = self._shared(store, ranks, deadline, "session")
-                self._sessions[ranks] = Ranks(torch.device("cpu"), group, self._attendance.named(ranks), memory)
+                self._sessions[ranks] = self._made(group, ranks, "session")
         refuse_connections(listening_sockets() - open_before)
 
     def _grouped(self, layout: Layout) -> Layout:
         """A layout of this worker's by ranks in the default group: of an engine that stands for a lost one, its own."""
         return session_layout(layout) if self.member.engine else layout
 
-    def _open(self, store: Store, ranks: tuple[int, ...], backend: str, deadline: timedelta) -> None:
+    def _open(self, ranks: tuple[int, ...], backend: str, deadline: timedelta) -> None:
         """Make one group, or count one of others: torch names groups by how many it was told of (its
         `use_local_synchronization` by how many it has made, which differs between the members)."""
         is_member = self._rank in ranks
@@ -305,16 +314,23 @@ class Collectives:
             except DistError as error:
                 raise self._attendance.unformed(ranks, error) from error
         if is_member:
-            assert isinstance(group, ProcessGroup)
-            memory = self._shared(store, ranks, deadline, "layout")
-            self._groups[ranks] = Ranks(self.member.device, group, self._attendance.named(ranks), memory)
+            self._groups[ranks] = self._made(group, ranks, "layout")
 
-    def _shared(self, store: Store, ranks: tuple[int, ...], timeout: timedelta, purpose: str) -> SharedMemory | None:
-        """The memory that a group's workers share; None where they are on several hosts."""
-        hosts = self.member.hosts
-        if len({hosts[self.member.grouped[rank]] for rank in ranks} if hosts else {""}) > 1:
-            return None
-        return open_shared_memory(store, ranks, self._rank, timeout, f"{purpose}/{key_of(ranks)}")
+    def _made(self, group: object, ranks: tuple[int, ...], purpose: str) -> Ranks:
+        """The workers of a new group, with the memory that they share where all are on this host."""
+        assert isinstance(group, ProcessGroup)
+        seconds = self.member.timeout_seconds
+        roll = RollCall(self._attendance, ranks, purpose, seconds)
+        memory = None
+        if all(self._is_near(rank) for rank in ranks):
+            key = f"{purpose}/{key_of(ranks)}"
+            memory = open_shared_memory(self.store, ranks, self._rank, timedelta(seconds=seconds), key)
+        device = torch.device("cpu") if purpose == "session" else self.member.device
+        return Ranks(device, group, self._attendance.named(ranks), memory, roll)
+
+    def _is_near(self, rank: int) -> bool:
+        """True of the workers on this one's host, by their rank in the default group."""
+        return not self.member.hosts or self.member.hosts[self.member.grouped[rank]] == self.member.host
 
     @property
     def store(self) -> Store:
@@ -349,6 +365,8 @@ class Collectives:
         for ranks in (*self._groups.values(), *self._sessions.values()):
             if ranks.memory is not None:
                 ranks.memory.close()
+        if len(self.member.grouped) > 1:
+            self._attendance.close()
         self._groups.clear()
         self._sessions.clear()
         if len(self.member.grouped) > 1 and dist.is_initialized():
