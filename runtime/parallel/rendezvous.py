@@ -214,7 +214,7 @@ class _Signs:
 
     of: dict[int, _Sign] = field(default_factory=dict)  # by rank, this worker's own among them
     heard: bool = False  # to the end of the roll call
-    lost: str = ""  # why the store can't be asked
+    lost: str = ""  # how the store has failed
 
     def ended(self) -> set[int]:
         """The ranks that others have seen end."""
@@ -244,7 +244,7 @@ class RollCall:
         try:
             asking.start()
         except RuntimeError as error:
-            signs.lost = str(error)
+            signs.lost = f"was not asked: {error}"
         while time.monotonic() < end and not self._ended(signs) and len(signs.of) < len(self._ranks):
             time.sleep(_PAUSE_SECONDS)
         if asking.ident is not None:
@@ -254,7 +254,8 @@ class RollCall:
         silent = set(self._ranks) - signs.of.keys()
         parts = [self._living()]
         if not signs.heard:
-            parts.append(f"what the others saw is not known: {signs.lost or 'their store does not answer'}")
+            store = f"the store of worker {self._attendance.workers[0]}"
+            parts.append(f"what the others saw is not known: {store} {signs.lost or 'does not answer'}")
         elif silent and what in _OF_ALL and any(sign.late for sign in signs.of.values()):
             parts.append(f"{self._listed(silent)} gave no sign when the others met the deadline of {self._seconds:g} s")
         return ", ".join(part for part in parts if part)
@@ -280,9 +281,9 @@ class RollCall:
                     signs.heard = True
                     return
                 time.sleep(_PAUSE_SECONDS)
-            signs.lost = f"the rendezvous {file} is gone"
+            signs.lost = "is gone"
         except (RuntimeError, msgspec.MsgspecError) as error:
-            signs.lost = str(error)
+            signs.lost = f"has failed: {error}"
 
     def _living(self) -> str:
         """All processes whose ends this worker would have seen."""
