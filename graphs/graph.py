@@ -75,10 +75,13 @@ class Graph(Struct, frozen=True, dict=True):  # dict: for what is cached
         """The functions of one sample that need nothing but it and its data: they may run before its group is whole."""
         given = {INPUT, *self.generates[:1]}
         functions = [name for name, call in self.calls.items() if isinstance(call, Function) and call.over == "sample"]
-        return tuple(name for name in functions if self.generates and self._producers(name) <= given)
+        return tuple(name for name in functions if self.generates and given.issuperset(self.producers(name)))
 
-    def _producers(self, call: str) -> set[str]:
-        return {self.keys[key].producer for key in self.reads[call]}
+    def producers(self, call: str) -> tuple[str, ...]:
+        """Those that write what `call` reads, `INPUT` for the data set, in the order in which it reads them. Keys that
+        are made inside the call itself have none."""
+        read = [self.keys[key].producer for key in self.reads[call] if key in self.keys]
+        return tuple(dict.fromkeys(read))
 
     def sampler(self, call: str) -> str:
         """The generate call on whose samples a train, inference or advantage call works; '' for those of the data where

@@ -31,7 +31,7 @@ UNBOUNDED = 1 << 62  # elements of a bucket that nothing is copied to
 BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}  # by kind of device
 STAGED_BUCKETS = 2  # what a worker has at most besides what it holds and wants: one that it sends, one that it receives
 ROUNDS_AT_ONCE = {"cpu": 32, "cuda": 1}  # under way at all
-NOBODY: Holdings = {}
+NOTHING_HELD: Holdings = {}
 ALONE = 16  # pieces of this part of a bucket travel alone: their copies take longer than a message of their own
 
 
@@ -53,7 +53,7 @@ class Reallocation(NamedTuple):
     bucket_bytes: int
     reads: tuple[Message, ...] = ()
     hosts: tuple[int, ...] = ()  # of every worker; (): all are on one
-    holds: Holdings = NOBODY
+    holds: Holdings = NOTHING_HELD
 
 
 class WorkerParts(NamedTuple):
@@ -257,7 +257,7 @@ class _Flight:
                         self._kept[piece] = piece.numel if self._lying(message, sent=False) is None else 0
                         self._passing[piece] = those.clone() if self._kept[piece] else those
                 yield message, flat
-            self._room += self._free(this.into, there)
+            self._room += self._give_back(this.into, there)
         while self._unsent:
             self._end_sends()
 
@@ -267,7 +267,7 @@ class _Flight:
         waits.clear()
         return arrived
 
-    def _free(self, values: Tensor, there: Iterable[bool]) -> int:
+    def _give_back(self, values: Tensor, there: Iterable[bool]) -> int:
         """Give memory back, whoever still has a view of it; what a message with a worker that is gone may still use
         stays until the end. Returns its elements."""
         if not all(there):
@@ -293,7 +293,7 @@ class _Flight:
     def _end_sends(self) -> None:
         """Wait until the first of the rounds that are not yet sent is."""
         first = self._unsent.popleft()
-        self._room += self._free(first.out, self._wait(first.sent))
+        self._room += self._give_back(first.out, self._wait(first.sent))
 
     def _begin(self, number: int) -> _Round:
         """Send and receive a round's messages, in the order that both ends have."""

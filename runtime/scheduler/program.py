@@ -217,8 +217,7 @@ def _holds(kind: CallKind) -> bool:
 
 def _producers(graph: Graph, name: str) -> list[str]:
     """The calls of the same step whose keys `name` reads."""
-    keys = [graph.keys[key] for key in graph.reads[name] if key in graph.keys]
-    return list(dict.fromkeys(key.producer for key in keys if key.producer not in (INPUT, name)))
+    return [producer for producer in graph.producers(name) if producer not in (INPUT, name)]
 
 
 def _kinds(graph: Graph) -> dict[str, CallKind]:
