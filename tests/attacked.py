@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import resource
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from realgraph.runtime.wire.sockets import TransportError
 from realgraph.runtime.wire.transport import MasterSocket
 from tests.preloaded import CONTEXT
 
+_LIBC = ctypes.CDLL("libc.so.6")
 GOOD, BAD = 0, 1  # workers: both hold keys of the run
 
 
@@ -80,6 +82,7 @@ async def _serve(pipe: Connection) -> None:
         while await asyncio.to_thread(pipe.recv):
             assert not any(task.done() for task in tasks), tasks
             gc.collect()
+            _LIBC.malloc_trim(0)
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             pipe.send_bytes(msgspec.msgpack.encode(State(pages * resource.getpagesize(), master.refused, heard)))
         for task in tasks:

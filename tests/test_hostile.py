@@ -54,17 +54,31 @@ def attack(ports: Ports, seed: int, n_streams: int, n_messages: int) -> int:
     return insider(ports.control, (bad, ports.control_key), name, (FOR_MASTER, n_messages), seed)
 
 
-def attacks_leave_no_trace(target: Attacked, n_streams: int, n_messages: int) -> int:
-    """A tenth first, after which memory is what it is; then all. Bytes by which the process grew."""
-    sent = attack(target.ports, 0, n_streams // 10, n_messages // 10)
-    asyncio.run(_answered(target.ports))
+def _growth(target: Attacked, seed: int, n_streams: int, n_messages: int) -> int:
+    """Bytes by which the process grows under one attack, after which all are still answered."""
     before = target.state()
-    sent += attack(target.ports, 1, n_streams, n_messages)
+    sent = attack(target.ports, seed, n_streams, n_messages)
     asyncio.run(_answered(target.ports))
     after = target.state()
-    assert after.refused + after.heard == sent + 2, "a message was lost, or counted twice"
-    assert after.refused > 0.8 * sent
+    counted = after.refused + after.heard - before.refused - before.heard
+    assert counted == sent + 1, "a message was lost, or counted twice"
+    assert after.refused - before.refused > 0.8 * sent
     return after.resident_bytes - before.resident_bytes
+
+
+def attacks_leave_no_trace(target: Attacked, n_streams: int, n_messages: int) -> int:
+    """Attack with a tenth first, after which memory is what it is; then with all. Bytes by which the process grew.
+
+    Free memory between blocks in use stays with a process now and then: an attack after which it grew is repeated,
+    twice at most. A leak shows every time.
+    """
+    _growth(target, 0, n_streams // 10, n_messages // 10)
+    growths = []
+    for seed in (1, 2, 3):
+        growths.append(_growth(target, seed, n_streams, n_messages))
+        if growths[-1] < MOST_GROWTH_BYTES:
+            break
+    return min(growths)
 
 
 @pytest.mark.parametrize("n_messages", [2_000])
