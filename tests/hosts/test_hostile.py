@@ -88,7 +88,7 @@ def test_a_run_goes_on_under_hostile_traffic(own: Path) -> None:
             assert [len(ports) for ports in first] == [4, 2], "hub, control, and a data plane of each worker"
             assert 7000 in first[0]
             growths: list[int] = []
-            while not growths or growths[-1] >= MOST_GROWTH_BYTES and len(growths) < 3:  # a leak shows every time
+            while not growths or (growths[-1] >= MOST_GROWTH_BYTES and len(growths) < 3):  # a leak shows every time
                 before, step = resident(own), len(records(own / "run"))
                 assert [attacked_ports(place, key, 7000) for place in places] == first
                 running.at_step(step + 3)
