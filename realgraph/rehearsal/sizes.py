@@ -121,7 +121,7 @@ def toy_excess(shapes: Shapes, model: tuple[ModelSpec, Head], layout: Layout, *,
     whole = replace(layout, sharding="replicated")
     ranks, copies = (layout.dp * layout.cp, expert_copies(layout)) if divided else (1, 1)
     worst = 0.0
-    for boxes in layout_boxes(shapes, whole, model).values():
+    for boxes in {id(held): held for held in layout_boxes(shapes, whole, model).values()}.values():
         held = excess = 0.0
         for name, box in boxes.items():
             parts = copies if is_expert(name) else ranks

@@ -88,6 +88,24 @@ class Shard(Struct, frozen=True):
     ep: int = 1
 
 
+class _Units(NamedTuple):
+    """The whole units into which tensor and expert parallelism cut a layer."""
+
+    heads: int
+    kv_heads: int
+    experts: int
+
+
+class _Ranks(NamedTuple):
+    """The ranks of a shard in a layer."""
+
+    tp_rank: int
+    tp: int
+    ep_rank: int
+    ep: int
+
+
+@lru_cache(maxsize=1 << 16)  # names of a model are asked for again and again
 def is_expert(name: str) -> bool:
     """True for a tensor of routed experts: of one, or of all of a layer."""
     layer = _LAYER.fullmatch(name)
@@ -119,19 +137,17 @@ def whole_boxes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Box]:
 
 def layout_boxes(
     shapes: Mapping[str, tuple[int, ...]], layout: Layout, model: tuple[ModelSpec, Head] | None
-) -> dict[int, dict[str, Box]]:
+) -> dict[int, Mapping[str, Box]]:
     """The boxes that each device of a layout holds: the piece of its stage and tensor-parallel rank, and FSDP's rows of
-    it, which are cut over the dp x cp workers that hold the same piece."""
+    it, which are cut over the dp x cp workers that hold the same piece. Devices that hold the same have one mapping."""
     pieces: dict[Shard | None, dict[str, Box]] = {}
-    boxes: dict[int, dict[str, Box]] = {}
+    boxes: dict[int, Mapping[str, Box]] = {}
     for device in layout.mesh.devices:
         shard = _shard(model, layout, device)
         if shard not in pieces:  # copies of a model hold the same
             pieces[shard] = _pieces(shapes, model, shard)
         held = pieces[shard]
-        if layout.sharding == "fsdp":
-            held = _own_rows(held, layout, device)
-        boxes[device] = dict(held)
+        boxes[device] = _own_rows(held, layout, device) if layout.sharding == "fsdp" else held
     return boxes
 
 
@@ -201,7 +217,8 @@ def cut(model: ModelSpec, head: Head, name: str, shape: tuple[int, ...], shard: 
         return _outside(model, head, name, shape, shard)
     if int(layer[1]) >= model.layers:
         raise ValueError(f"the tensor {name!r} is of a layer that the model, with {model.layers} layers, does not have")
-    part = _in_layer(model, layer[2], shape, shard)
+    units = _Units(model.heads, model.kv_heads, model.experts)
+    part = _in_layer(units, layer[2], shape, _Ranks(shard.tp_rank, shard.tp, shard.ep_rank, shard.ep))
     if part is None:
         raise ValueError(f"no rule says how to cut the tensor {name!r}")
     dim, start, size = part
@@ -222,46 +239,48 @@ def _outside(model: ModelSpec, head: Head, name: str, shape: tuple[int, ...], sh
     return _slab(shape, 0, start, size) if here and size else None
 
 
-def _in_layer(model: ModelSpec, name: str, shape: tuple[int, ...], shard: Shard) -> tuple[int, int, int] | None:
+@lru_cache(maxsize=1 << 14)  # the layers of a model are alike
+def _in_layer(units: _Units, name: str, shape: tuple[int, ...], at: _Ranks) -> tuple[int, int, int] | None:
     """(dim, start, size) of what a rank of the stage holds of a layer's tensor; None for a name without a rule."""
     if _WHOLE.fullmatch(name):
         return 0, 0, shape[0]
     if match := _ATTENTION.fullmatch(name):
         if match[1] == "o":
-            return (1, *_heads(model.heads, shape[1], shard)) if match[2] == "weight" else (0, 0, shape[0])
-        return 0, *_heads(model.kv_heads if match[1] in ("k", "v") else model.heads, shape[0], shard)
+            return (1, *_heads(units.heads, shape[1], at)) if match[2] == "weight" else (0, 0, shape[0])
+        return 0, *_heads(units.kv_heads if match[1] in ("k", "v") else units.heads, shape[0], at)
     if match := _MLP.fullmatch(name):
         if match[1] != "down":
-            return 0, *split(shape[0], shard.tp, shard.tp_rank)
-        return (1, *split(shape[1], shard.tp, shard.tp_rank)) if match[2] == "weight" else (0, 0, shape[0])
+            return 0, *split(shape[0], at.tp, at.tp_rank)
+        return (1, *split(shape[1], at.tp, at.tp_rank)) if match[2] == "weight" else (0, 0, shape[0])
     if match := _FUSED.fullmatch(name):
-        return _in_fused(shape, shard, gated=match[1] == "gate_up", bias=match[2] is not None)
+        return _in_fused(shape, at, gated=match[1] == "gate_up", bias=match[2] is not None)
     match = _EXPERT.fullmatch(name)
-    if match is None or int(match[1]) >= model.experts:
+    if match is None or int(match[1]) >= units.experts:
         return None
-    if shard.ep == 1:
+    if at.ep == 1:
         dim = 1 if match[2] in ("down_proj", "w2") else 0
-        return dim, *split(shape[dim], shard.tp, shard.tp_rank)
-    first, count = split(model.experts, shard.ep, shard.ep_rank)
+        return dim, *split(shape[dim], at.tp, at.tp_rank)
+    first, count = split(units.experts, at.ep, at.ep_rank)
     return 0, 0, shape[0] if first <= int(match[1]) < first + count else 0
 
 
-def _in_fused(shape: tuple[int, ...], shard: Shard, *, gated: bool, bias: bool) -> tuple[int, int, int]:
+def _in_fused(shape: tuple[int, ...], at: _Ranks, *, gated: bool, bias: bool) -> tuple[int, int, int]:
     """`_in_layer` of [experts, in, out] or [experts, out]. gated: the columns of gate and up lie in pairs."""
-    if shard.ep > 1:
-        return 0, *split(shape[0], shard.ep, shard.ep_rank)
+    if at.ep > 1:
+        return 0, *split(shape[0], at.ep, at.ep_rank)
     if gated:
-        start, size = split(shape[-1] // 2, shard.tp, shard.tp_rank)
+        start, size = split(shape[-1] // 2, at.tp, at.tp_rank)
         return len(shape) - 1, 2 * start, 2 * size
-    return (0, 0, shape[0]) if bias else (1, *split(shape[1], shard.tp, shard.tp_rank))
+    return (0, 0, shape[0]) if bias else (1, *split(shape[1], at.tp, at.tp_rank))
 
 
-def _heads(heads: int, rows: int, shard: Shard) -> tuple[int, int]:
+def _heads(heads: int, rows: int, at: _Ranks) -> tuple[int, int]:
     """(start, size) in rows of the whole heads that a rank computes with; ranks beyond the heads share them."""
     width = rows // heads
-    return shard.tp_rank * heads // shard.tp * width, max(1, heads // shard.tp) * width
+    return at.tp_rank * heads // at.tp * width, max(1, heads // at.tp) * width
 
 
+@lru_cache(maxsize=1 << 14)
 def _slab(shape: tuple[int, ...], dim: int, start: int, size: int) -> Box:
     """The box that cuts one dim and holds all of the others."""
     first = tuple(start if i == dim else 0 for i in range(len(shape)))
