@@ -61,10 +61,10 @@ def start_forks() -> None:
     listener.bind("")
     listener.listen()
     address = listener.getsockname()
+    local.open_server = partial(_open_server, address)
+    process.open_guardian = partial(_open_guardian, address)  # in the workers too, which are forks of the other one
     if os.fork():
         listener.close()
-        local.open_server = partial(_open_server, address)
-        process.open_guardian = partial(_open_guardian, address)
         return
     try:
         _stand_alone((listener.fileno(),))
