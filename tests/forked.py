@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from realgraph.runtime.functions import guardian, process
 from realgraph.runtime.processes import local, processes
+from realgraph.runtime.processes.titles import set_title
 
 PATIENCE = 180.0  # seconds that anything may take before a test gives up on it
 _ANSWER_BYTES = 12  # of a number in an answer
@@ -127,6 +128,7 @@ def _obey(connection: socket.socket) -> NoReturn:
             case [modules]:
                 processes.serve(fds[0], parent, modules)
             case [options, user_dir, env]:
+                set_title("realgraph function guardian")  # first: it is written where the environment of now lies
                 os.chdir(user_dir)
                 os.environ.clear()
                 os.environ.update(env)
