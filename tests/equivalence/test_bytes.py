@@ -86,6 +86,11 @@ def counted(ranks: LayoutRanks, case: Case, models: Path) -> dict[str, int] | No
     }
 
 
+def spec_of(kind: str) -> ModelSpec:
+    """The planner's view of one of `MODELS`."""
+    return spec_from_config(tiny.config(kind, **MODELS[kind]).to_dict(), Where())
+
+
 def kind_of(name: str) -> str:
     return "qwen3" if EVERY[name].ep == 1 else "qwen3_moe"
 
@@ -106,8 +111,7 @@ def test_counted_bytes_are_the_planners(four: RankProcesses, wide: Path, name: s
     layout = EVERY[name]
     found = [one for one in four.run(counted, Case(kind, "sft", dtype, layout), wide) if one is not None]
     assert len(found) == layout.mesh.n_devices
-    network = tiny.network(kind, **MODELS[kind])
-    model, role = spec_from_config(network.config.to_dict(), Where()), ModelRole(trainable=True, dtype=dtype)
+    model, role = spec_of(kind), ModelRole(trainable=True, dtype=dtype)
     for worker, on_worker in enumerate(found):
         stage = coordinates_of(layout, layout.mesh.first + worker).pp
         assert on_worker == pytest.approx(terms(model, role, layout, stage), rel=0.02), worker
@@ -162,8 +166,7 @@ def test_sharded_stages_hold_the_whole_weights_and_gradients_that_plans_count(
     layout = EVERY[name]
     kind = kind_of(name)
     found = [one for one in four.run(gathered_bytes, Case(kind, "sft", "bfloat16", layout), wide) if one is not None]
-    network = tiny.network(kind, **MODELS[kind])
-    model, role = spec_from_config(network.config.to_dict(), Where()), ModelRole(trainable=True, dtype="bfloat16")
+    model, role = spec_of(kind), ModelRole(trainable=True, dtype="bfloat16")
     expected = gathered(model, role, layout, Running(microbatches=1))
     weights = max(one["weights"] + one["casts"] for one in found)
     assert weights == pytest.approx(expected.weights, rel=0.02)
