@@ -1,6 +1,6 @@
 """Training of tiny models under any layout, and all that a step leaves behind: what must equal one process's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -59,9 +59,10 @@ LOSSES = {
     "balanced": Loss({"nll": CrossEntropy(), "balance": LoadBalance(coef=0.3)}, TokenMean()),
 }
 LOSSES["replayed"] = LOSSES["rl"]  # of tokens that go to given experts
-OUTPUTS = {"value": ("values",), "scores": ("scores",)}  # of the others logprobs and entropies
+OUTPUTS = {"value": "values", "scores": "scores"}  # of the others logprobs and entropies
 HEADS = {"value": "value", "scores": "score"}  # of the others lm
 MICROBATCH_TOKENS = 40
+TEMPERATURE = 0.8
 SAMPLES = 6  # of a mini-batch
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"num_hidden_layers": 2}),
@@ -194,13 +195,30 @@ class WatchedPasses(ModelPasses):
     """Passes that give the entropies of every micro-batch, not of a rank's first one alone: their mean is then the same
     under all layouts."""
 
-    as_logprobs = False  # where inference gives log-probabilities, it gives entropies
+    def with_entropies(self, batch: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of one forward pass: [T] each, in the batch's order."""
+        passed: list[Outputs] = []
 
-    def _outputs(self, work: Sequence[PackedMicroBatch]) -> list[Outputs]:
-        if not self.as_logprobs:
-            return super()._outputs(work)
-        asked = [replace(one, wants=replace(one.wants, entropy="detached")) for one in work]
-        return [replace(outputs, logprobs=outputs.entropy) for outputs in super()._outputs(asked)]
+        def run(work: Sequence[PackedMicroBatch]) -> list[Outputs]:
+            asked = [replace(one, wants=replace(one.wants, entropy="detached")) for one in work]
+            passed.extend(ModelPasses._outputs(self, asked))
+            return passed
+
+        def again(_: Sequence[PackedMicroBatch]) -> list[Outputs]:
+            return [replace(outputs, logprobs=outputs.entropy) for outputs in passed]
+
+        logprobs, entropies = (self._inference_by(outputs, batch, temperature) for outputs in (run, again))
+        return logprobs, entropies
+
+    def _inference_by(
+        self, outputs: Callable[[Sequence[PackedMicroBatch]], list[Outputs]], batch: Packed, temperature: float
+    ) -> Tensor:
+        """The result of inference whose micro-batches have these outputs."""
+        self._outputs = outputs  # type: ignore[method-assign]
+        try:
+            return self.inference(batch, Wants("logprobs", temperature))
+        finally:
+            del self._outputs
 
     def _step_work(self, part: StepShare, wants: Wants) -> list[PackedMicroBatch]:
         work = super()._step_work(part, wants)
@@ -212,14 +230,18 @@ class Watched(TorchTrainEngine):
 
     seen: Training
 
-    def outputs(self, name: Any, batch: Packed) -> Tensor:
-        """One value a token, or a sample, in the model's dtype. name: that of an output, or `entropies`."""
+    def outputs(self, loss: str, batch: Packed, alone: bool) -> dict[str, Tensor]:
+        """By name, one value a token, or a sample, in the model's dtype. alone: log-probabilities by a pass of their
+        own, as calls of inference make it, not by that of the entropies."""
         passes = self.passes
         assert isinstance(passes, WatchedPasses)
-        passes.as_logprobs = name == "entropies"
-        found = passes.inference(batch, Wants("logprobs" if passes.as_logprobs else name, 0.8))
-        passes.as_logprobs = False
-        return found
+        output = OUTPUTS.get(loss, "logprobs")
+        if output != "logprobs":
+            return {output: passes.inference(batch, Wants(output, TEMPERATURE))}
+        logprobs, entropies = passes.with_entropies(batch, TEMPERATURE)
+        if alone:
+            logprobs = passes.inference(batch, Wants("logprobs", TEMPERATURE))
+        return {"logprobs": logprobs, "entropies": entropies}
 
     def watch(self) -> Training:
         """Begin, once; the notes fill as it trains, and new ones may take the place of `seen`."""
@@ -280,7 +302,7 @@ def call_of(case: Case) -> Train:
         optimizer=OPTIMIZER,
         minibatches=2,
         epochs=case.epochs,
-        temperature=0.8 if case.loss == "rl" else 1.0,
+        temperature=TEMPERATURE if case.loss == "rl" else 1.0,
     )
 
 
@@ -301,9 +323,9 @@ def train(ranks: LayoutRanks, case: Case, models: Path) -> Training | None:
     made = minibatches(case.dtype, 0) * case.epochs
     made = [alike(batch) for batch in made] if case.alike else made
     batches = share([routed(batch, engine) for batch in made] if case.loss == "replayed" else made, here)
-    for output in OUTPUTS.get(case.loss, ("logprobs", "entropies")):
-        found = {str(i): engine.outputs(output, batch) for i, batch in enumerate(batches[:2])}
-        seen.before[output] = [*numpy(found).values()]
+    for i, batch in enumerate(batches[:2]):
+        for name, values in numpy(engine.outputs(case.loss, batch, alone=i == 1)).items():
+            seen.before.setdefault(name, []).append(values)
     seen.steps.append(engine.train(call_of(case), batches, TrainOptions(case.recompute)))
     note_end(engine)
     return seen
