@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.audit import judge_run
-from realgraph.runtime.drawn.sharing import KEEP_SECONDS
-from tests.runs import GRPO, Running, finish, home, merged, records, start, write_run
+from tests.runs import GRPO, Running, Special, finish, home, merged, records, start, write_run
 
 pytest.importorskip("torch")
 __all__ = ["home"]
 
+KEEP_SECONDS = 0.25  # between two messages of an engine to its peers
 SLACK_SECONDS = 0.5  # for what engines tell to arrive
+KEEPING = Special(limits={"drawn.sharing.KEEP_SECONDS": KEEP_SECONDS})
 SLOW = """
 import time
 from pathlib import Path
@@ -29,7 +30,7 @@ HOLD = Path(__file__).parent / "hold"
 def score(text: str, answer: str) -> float:
     while HOLD.exists():
         time.sleep(0.05)
-    time.sleep(0.05)
+    time.sleep(0.01)
     return quick(text, answer)
 """
 RUN = merged(
@@ -84,7 +85,7 @@ def lose_engine(home: Path, running: Running, worker: int, by: signal.Signals = 
 def test_a_run_goes_on_without_an_engine_that_is_killed_and_ends_with_the_last(home: Path) -> None:
     """Worker 0 goes first, which had the rendezvous of all groups; what is trained is audited sample by sample."""
     (home / "slow.py").write_text(SLOW)
-    running = start(home, "run", str(write_run(home, "loss", RUN)), name="loss")
+    running = start(home, "run", str(write_run(home, "loss", RUN)), name="loss", special=KEEPING)
     running.until_step(3)
     lose_engine(home, running, 0)
     assert "The run goes on with 1 of 2 engines" in running.output()

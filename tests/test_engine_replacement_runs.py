@@ -18,7 +18,7 @@ from realgraph.runtime.master.status import RunStatus, read_status
 from realgraph.runtime.wire.protocol import Done, Generated, Reallocate, Submit
 from tests.host_runs import Hosts
 from tests.runs import Running, home, merged, records, start, write_run
-from tests.test_engine_loss_runs import RUN, SLOW, lose_engine
+from tests.test_engine_loss_runs import KEEPING, RUN, SLOW, holding, lose_engine, until_still
 from tests.test_expert_runs import write_mixture
 
 pytest.importorskip("torch")
@@ -30,7 +30,7 @@ REPLACED = merged(RUN, {"rollout": {"replacements": 3}, "runtime": {"verify_weig
 def test_a_new_process_takes_the_place_of_an_engine_that_is_killed(home: Path) -> None:
     """Twice the same one, then the other, which leaves none of those that the run began with."""
     (home / "slow.py").write_text(SLOW)
-    running = start(home, "run", str(write_run(home, "back", REPLACED)), name="back")
+    running = start(home, "run", str(write_run(home, "back", REPLACED)), name="back", special=KEEPING)
     running.until_step(3)
     for n, victim in enumerate((0, 0, 1), 1):
         lose_engine(home, running, victim)
@@ -54,7 +54,7 @@ def test_an_engine_that_stands_still_is_killed_and_replaced(home: Path) -> None:
     """It wakes up no more; the status says what has become of it."""
     (home / "slow.py").write_text(SLOW)
     parts = merged(REPLACED, {"runtime": {"lost_after_seconds": 10.0, "heartbeat_seconds": 0.2}})
-    running = start(home, "run", str(write_run(home, "still", parts)), name="still")
+    running = start(home, "run", str(write_run(home, "still", parts)), name="still", special=KEEPING)
     running.until_step(3)
     before = running.workers()[1]
     lose_engine(home, running, 1, signal.SIGSTOP)
@@ -84,7 +84,7 @@ def test_trainers_that_divide_the_weights_bring_them_together(
     several = {"cluster": {"devices": 4}, "allocation": {"rollout": engines, "train": trainers}}
     parts = merged(REPLACED, several, {"rollout": {"interrupt": interrupt}})
     name = f"divided-{interrupt}"
-    running = start(home, "run", str(write_run(home, name, parts)), name=name)
+    running = start(home, "run", str(write_run(home, name, parts)), name=name, special=KEEPING)
     running.until_step(2)
     lose_engine(home, running, 0)
     until_replaced(running, 1)
@@ -118,7 +118,8 @@ def test_an_engine_of_several_workers_is_replaced_whole(home: Path, cut: dict[st
         write_mixture(home)
         parts = merged(parts, {"models": {"actor": {"path": "moe"}}})
     name = f"several-{interrupt}"
-    running = start(home, "run", str(write_run(home, name, parts, {"rollout": {"interrupt": interrupt}})), name=name)
+    file = write_run(home, name, parts, {"rollout": {"interrupt": interrupt}})
+    running = start(home, "run", str(file), name=name, special=KEEPING)
     running.until_step(2)
     for n, victim in enumerate((1, 3), 1):
         lose_engine(home, running, victim)
@@ -184,7 +185,7 @@ def test_an_engine_on_another_host_is_replaced_while_that_host_is_there(home: Pa
     (home / "slow.py").write_text(SLOW)
     engines = {"rollout": {"first": 1, "devices": 2, "dp": 2}, "train": {"first": 0, "devices": 1}}
     parts = merged(REPLACED, {"allocation": engines, "cluster": {"nodes": 3, "devices": 1}})
-    hosts = Hosts(home, parts, names="abc", apart="bc")
+    hosts = Hosts(home, parts, names="abc", apart="bc", limits=KEEPING.limits, special=KEEPING)
     running = hosts.running
     try:
         hosts.at_step(3)
@@ -195,8 +196,10 @@ def test_an_engine_on_another_host_is_replaced_while_that_host_is_there(home: Pa
         assert running.workers()[2] != before
         (name,) = (name for name, one in hosts.agents.items() if "starting worker 2 again" in one.output())
         assert records(home / "run")[-1]["metrics"]["rollout/engines"] == 2.0
-        os.kill(hosts.agents[name].pid, signal.SIGKILL)
-        running.until(lambda: f"worker 2 stays empty: host {name}" in running.output(), "the loss of its host")
+        with holding(home):
+            until_still(running)
+            os.kill(hosts.agents[name].pid, signal.SIGKILL)
+            running.until(lambda: f"worker 2 stays empty: host {name}" in running.output(), "the loss of its host")
         running.until_step(len(records(home / "run")) + 3)
         assert records(home / "run")[-1]["metrics"]["rollout/engines"] == 1.0
         running.interrupt()
