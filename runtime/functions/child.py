@@ -4,7 +4,6 @@ It reads calls from one inherited socket, answers each once, and ends when the s
 main thread; coroutines run at once on an event loop in a thread of its own. It imports no torch unless the user does.
 """
 
-import asyncio
 import errno
 import faulthandler
 import inspect
@@ -19,7 +18,7 @@ import traceback
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from realgraph.runtime.functions.functions import load_function, refuse_keywords
 from realgraph.runtime.functions.messages import (
@@ -35,6 +34,9 @@ from realgraph.runtime.functions.messages import (
 from realgraph.runtime.functions.user_errors import error_text, unicode_text
 from realgraph.runtime.processes.processes import END_SIGNALS, die_with_parent
 from realgraph.runtime.processes.titles import set_title
+
+if TYPE_CHECKING:
+    import asyncio
 
 MAX_DETAIL_CHARACTERS = 8_000  # characters of a traceback
 LINGER_SECONDS = 60.0
@@ -71,6 +73,8 @@ class Child:
         if call.probe:
             self._send(Returned(call.number, None, 0.0))
         elif is_async:
+            import asyncio  # late, here and below: it takes half of the time in which this process starts
+
             asyncio.run_coroutine_threadsafe(self._run_async(call, function), self._event_loop())
         else:
             self._run(call, function)
@@ -98,6 +102,8 @@ class Child:
         self._answer(call, value, time.perf_counter() - started)
 
     async def _run_async(self, call: FunctionRequest, function: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        import asyncio
+
         started = time.perf_counter()
         limit = asyncio.timeout(call.timeout_seconds)
         try:
@@ -113,8 +119,10 @@ class Child:
         else:
             self._answer(call, value, time.perf_counter() - started)
 
-    def _event_loop(self) -> asyncio.AbstractEventLoop:
+    def _event_loop(self) -> "asyncio.AbstractEventLoop":
         if self._loop is None:
+            import asyncio
+
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="coroutines", daemon=True).start()
         return self._loop
