@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -84,6 +84,16 @@ async def _start(folder: Path, n: int, entry: str, threads: int = 1) -> LocalFle
     return fleet
 
 
+def _children() -> set[int]:
+    """Processes that this one has started."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):  # it has just ended
+            if entry.name.isdigit() and _parent(int(entry.name)) == os.getpid():
+                found.add(int(entry.name))
+    return found
+
+
 def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
@@ -153,6 +163,25 @@ def test_a_kept_launcher_has_one_fork_server_for_all_runs_and_leaves_nothing(tmp
         (server,) = servers
         assert _parent(server) == os.getpid()
     assert not Path(f"/proc/{server}").exists()
+
+
+def test_what_is_loaded_ahead_serves_the_next_start_alone_and_ends_where_none_comes(tmp_path: Path) -> None:
+    launcher, program = LocalLauncher(), WorkerProgram(f"{__name__}:sleep")
+
+    async def server_of_a_start(name: str) -> int:
+        fleet = await launcher.start(_boots(tmp_path / name, 1), program, 60)
+        server = _parent(fleet.handles[0].pid)
+        await fleet.terminate(0)
+        return server
+
+    before = _children()
+    with launcher.loading(program, 1):
+        (ahead,) = _children() - before
+        assert asyncio.run(server_of_a_start("one")) == ahead
+        assert asyncio.run(server_of_a_start("two")) != ahead
+    with launcher.loading(program, 1):
+        assert len(_children() - before) == 1
+    assert not _children() - before
 
 
 def test_a_kept_launcher_ends_its_fork_server_in_the_middle_of_an_import(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from realgraph.plan.command import print_plan
 from realgraph.run.costs_record import CostsFile, Planned
 from realgraph.run.ending import next_lines
 from realgraph.run.given_servers import check_given_servers
-from realgraph.run.launching import launcher_of, tell_needs
+from realgraph.run.launching import launcher_of, loading, tell_needs
 from realgraph.run.restarts import back_off, give_up, prepared_again
 from realgraph.run.resume import ResumeOptions, resumed
 from realgraph.run.rollout_alone import rollout_alone
@@ -150,16 +150,19 @@ def execute(
     say_warnings(check_given_servers(prepared))
     with _placed(prepared):
         launcher = launcher_of(prepared, lambda line: console.print(line, soft_wrap=True))
+    with loading(launcher, prepared.job):  # seconds, while the rows and the functions are looked at
+        return _execute(prepared, console, launcher, lambda: (view or screen(console), *extra))
+
+
+def _execute(
+    prepared: PreparedRun, console: Terminal, launcher: Launcher, watchers: Callable[[], Sequence[Observer]]
+) -> RunOutcome:
     for line in passed_over(prepared):
         console.print(line, soft_wrap=True)
     _first_rows(prepared, console)
     if prepared.job.steps and not prepared.job.rollout_alone:
         when = prepared.job.checkpoint.text
         console.print(f"checkpoints: {when} (checkpoint.every: steps, checkpoint.minutes)", soft_wrap=True)
-
-    def watchers() -> Sequence[Observer]:
-        return (view or screen(console), *extra)
-
     if prepared.resume is not None:
         return _with_restarts(prepared, watchers, launcher)
     with owned(prepared.folder):

@@ -1,6 +1,7 @@
 """From what a run file says under `launch` to the launcher of the run's workers."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
@@ -16,6 +17,7 @@ from realgraph.runtime.hosts.launcher import HostsLauncher, JoinTerms, Needed, c
 from realgraph.runtime.hosts.starter import AgentStarter, StartedByHand
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.launch import HostsLaunch, LocalLaunch, RayLaunch, SlurmLaunch
+from realgraph.runtime.master.startup import PROGRAM
 from realgraph.runtime.preflight.preflight import refuse_machine
 from realgraph.runtime.processes.environment import variables
 from realgraph.runtime.processes.launcher import Launcher
@@ -42,6 +44,11 @@ def launcher_of(prepared: PreparedRun, say: Callable[[str], None]) -> Launcher:
     terms = JoinTerms(host, port, spec.interface, spec.join_seconds, n_spare, spec.trusted_network)
     check_listen(terms, "$.launch.listen" if port else "$.launch")
     return HostsLauncher(terms, needed_of(prepared), starter, say)
+
+
+def loading(launcher: Launcher, job: Job) -> AbstractContextManager[None]:
+    """Load the modules of a run's workers on this host meanwhile, where they start on it."""
+    return launcher.loading(PROGRAM, job.runtime.threads) if isinstance(launcher, LocalLauncher) else nullcontext()
 
 
 def needed_of(prepared: PreparedRun) -> Needed:

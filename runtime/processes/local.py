@@ -5,11 +5,12 @@ needs at its start, keys included, reaches it through an inherited socket: never
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -301,6 +302,20 @@ class LocalLauncher:
 
     def __init__(self, interface: str = LOOPBACK) -> None:
         self.interface = interface
+        self._ahead: tuple[WorkerProgram, int, _Server] | None = None
+
+    @contextlib.contextmanager
+    def loading(self, program: WorkerProgram, threads: int) -> Iterator[None]:
+        """The fork server of the next start, of this program and threads, loads its modules from now on; it ends with
+        this where no start has come. To be entered in the main thread."""
+        with contextlib.suppress(OSError):  # no process can be started: the start tries again, and says so
+            self._ahead = program, threads, _Server(_modules(program), threads)
+        try:
+            yield
+        finally:
+            if self._ahead is not None:
+                self._ahead[2].end(now=True)
+                self._ahead = None
 
     async def start(
         self, boots: Sequence[WorkerBoot], program: WorkerProgram, deadline_seconds: float = 180.0
@@ -308,8 +323,14 @@ class LocalLauncher:
         """See Launcher. All workers have the threads of the first. To be called from the main thread: on Linux the
         workers end with the thread that started them."""
         assert boots, "no workers to start"
-        fleet = LocalFleet(_Server(_modules(program), boots[0].threads), self._here(boots))
+        fleet = LocalFleet(self._server_for(program, boots[0].threads), self._here(boots))
         return await _started(fleet, program, deadline_seconds)
+
+    def _server_for(self, program: WorkerProgram, threads: int) -> _Server:
+        if self._ahead is not None and self._ahead[:2] == (program, threads):
+            server, self._ahead = self._ahead[2], None
+            return server
+        return _Server(_modules(program), threads)
 
     def _here(self, boots: Sequence[WorkerBoot]) -> list[WorkerBoot]:
         return [msgspec.structs.replace(boot, interface=self.interface, owner_pid=os.getpid()) for boot in boots]
