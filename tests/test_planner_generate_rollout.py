@@ -18,7 +18,6 @@ from realgraph.planner.costs.generate.refined import IntervalCuts, StreamWindow
 from realgraph.planner.costs.generate.rollout import (
     Stream,
     Variant,
-    offered_variants,
     stream_of,
     variant_of,
 )
@@ -193,7 +192,7 @@ def test_fewer_in_flight_hold_the_mesh_for_longer_and_end_sooner() -> None:
 @pytest.mark.parametrize(("staleness", "slots"), [(1, 512), (2, 64), (4, 512)])
 def test_no_stream_is_better_than_the_offer_that_stands_for_it(staleness: int, slots: int) -> None:
     point, work = setting(4), GenerateWork(2048, 8, 256.0, 600.0, 4096, slots)
-    offers = offered_variants(point, work, staleness)
+    offers = IntervalCuts(point, work, staleness).offers()
     slow = generate_seconds(point, work)
     for train in (0.1 * slow, 0.4 * slow, 0.8 * slow):
         bound = min(period(one, staleness, train) for one in offers)
@@ -216,7 +215,8 @@ def test_cut_intervals_bound_every_stream_of_a_faster_plan_and_bound_it_closely(
     """load: seconds of training over those of generating a batch as a whole. above: of the known plan over the best."""
     point, work = setting(4), GenerateWork(2048, groups, 256.0, 600.0, 4096, slots)
     train = load * generate_seconds(point, work)
-    offers, cuts = offered_variants(point, work, staleness), IntervalCuts(point, work, staleness)
+    cuts = IntervalCuts(point, work, staleness)
+    offers = cuts.offers()
     best = min(period(one, staleness, train) for one in streams(stream_of(point, work)))
     known_period = best * (1 + above)
     window = StreamWindow(known_period, train, 1 + staleness, ((4, known_period),))

@@ -1,6 +1,7 @@
 """Seconds of bringing trained weights to the copies that read them, for every pair of options. Cached by geometry."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 from msgspec import Struct
@@ -21,25 +22,46 @@ from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.devices import device_kind
 from realgraph.planner.options.pricing import PricedOption, factors_of
-from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.plan.plan import TRANSPORTS, Transport
-from realgraph.planner.plan.problem import Floats, Move
+from realgraph.planner.plan.problem import Floats, Ints, Move
 from realgraph.planner.request.cost_table import PhaseFactor
 from realgraph.planner.request.request import PlanRequest
 
 STATE_BYTES = 12  # of a trained parameter in all, at least: what it is trained on has memory for it
 
 
-class Place(Struct, frozen=True, eq=False):
+Copy = tuple[Layout, bool]  # a copy's layout, and whether it waits in host memory
+
+
+class Place(Struct, frozen=True, eq=False, dict=True):
     """A mesh in a group of nodes, with the options of one call there."""
 
     mesh: DeviceMesh
     group: int
     options: Sequence[PricedOption]
 
+    @cached_property
+    def copies(self) -> tuple[tuple[Copy, ...], Ints]:
+        """The different copies that the options stand for, and each option's number among them."""
+        rows = [(one.candidate.layout, one.candidate.residency == "offloaded") for one in self.options]
+        number = {row: i for i, row in enumerate(dict.fromkeys(rows))}
+        different = tuple((replace(layout, mesh=self.mesh), away) for layout, away in number)
+        return different, np.array([number[row] for row in rows], dtype=np.int64)
+
+    @property
+    def shapes(self) -> tuple[tuple[object, ...], ...]:
+        """The different copies, wherever the mesh lies."""
+        return tuple((layout.axes, away) for layout, away in self.copies[0])
+
 
 def move_matrix(request: PlanRequest, target: str, source: Place, there: Place) -> Floats:
     """Seconds of [options of the source, options of the target]: 0 where nothing is to be moved."""
+    return _copy_seconds(request, target, source, there)[np.ix_(source.copies[1], there.copies[1])]
+
+
+def _copy_seconds(request: PlanRequest, target: str, source: Place, there: Place) -> Floats:
+    """The same of the different copies alone."""
     copies = _copies(request, target, source), _copies(request, target, there)
     return corrected(request, move_seconds(*copies, _transports(request, target)), there)
 
@@ -67,14 +89,14 @@ def corrected(request: PlanRequest, seconds: Floats, place: Place) -> Floats:
 
 
 def _copies(request: PlanRequest, call: str, place: Place) -> Copies:
-    """The copies of the role of `call` that the options of a place stand for.
+    """The different copies of the role of `call` that the options of a place stand for.
 
     Of a move both ends are cut as the engine of its target cuts experts: what is read in place is the trained copy.
     """
     cluster = request.cluster.groups[place.group]
-    layouts = [replace(option.candidate.layout, mesh=place.mesh) for option in place.options]
+    layouts = [layout for layout, _ in place.copies[0]]
     setting = Setting(request.model(call), request.role(call), layouts[0], cluster, factors_of(request, cluster))
-    away = np.array([option.candidate.residency == "offloaded" for option in place.options])
+    away = np.array([waits for _, waits in place.copies[0]])
     kind = request.graph.calls[call]
     copies = copies_of(setting, layouts, request.cluster.first_of(place.group), request.engine.serves(kind), away)
     return received(copies, setting.model, request.overheads(cluster)) if isinstance(kind, Generate) else copies
@@ -90,7 +112,8 @@ def longest_moves(request: PlanRequest, call: str, place: Place) -> Floats:
     seconds = reallocation_seconds(slowest, cluster.nodes > 1)
     if request.cluster.nodes > 1 or request.cluster.more:
         seconds = seconds + there.whole / _fewest_senders(request, call) / slowest.nic
-    return corrected(request, seconds + _host_seconds(request, call, there, resident=False), place)
+    most = corrected(request, seconds + _host_seconds(request, call, there, resident=False), place)
+    return most[place.copies[1]]
 
 
 def _host_seconds(request: PlanRequest, call: str, there: Copies, *, resident: bool) -> Floats:
@@ -132,7 +155,8 @@ def longer_moves(request: PlanRequest, targets: Mapping[str, Sequence[Place]], s
     Else a layout can spare a node's cards no more than a node of the source holds under it, and the devices no more
     than all that they get.
     """
-    away = np.array([option.candidate.residency == "offloaded" for option in source.options])
+    different, number = source.copies
+    away = np.array([waits for _, waits in different])
     more, less = np.zeros(len(away)), np.zeros(len(away))
     for call, places in targets.items():
         held = _copies(request, call, source)
@@ -148,16 +172,25 @@ def longer_moves(request: PlanRequest, targets: Mapping[str, Sequence[Place]], s
                 seconds = spared / min(there.per_node, held.per_node) / there.nic
                 cards = np.maximum(cards, corrected(request, seconds, place))
         more, less = more + np.where(away, outside, inside), less + cards
-    return LongerMoves(more, less)
+    return LongerMoves(more[number], less[number])
 
 
 class Moves:
-    """The search's `move_seconds`. Two pairs of meshes of equal sizes and equal relative places have equal matrices."""
+    """The search's `move_seconds`. Two pairs of meshes of equal sizes and equal relative places have equal matrices.
 
-    def __init__(self, request: PlanRequest, places: Sequence[tuple[DeviceMesh, int]]) -> None:
+    known: seconds between copies that other problems of the same request have asked for, by place and copies.
+    """
+
+    def __init__(
+        self,
+        request: PlanRequest,
+        places: Sequence[tuple[DeviceMesh, int]],
+        known: dict[tuple[object, ...], Floats] | None = None,
+    ) -> None:
         self._request, self._places = request, places
         self._options: dict[str, Mapping[int, Sequence[PricedOption]]] = {}
         self._known: dict[tuple[object, ...], Floats] = {}
+        self._between = {} if known is None else known
 
     def add(self, call: str, options: Mapping[int, Sequence[PricedOption]]) -> None:
         """The options of a call on each mesh."""
@@ -170,7 +203,10 @@ class Moves:
         if key not in self._known:
             here = Place(mesh, near, self._options[move.source][source])
             there = Place(other, group, self._options[move.target][target])
-            self._known[key] = move_matrix(self._request, move.target, here, there)
+            between = (*key, here.shapes, there.shapes)
+            if between not in self._between:
+                self._between[between] = _copy_seconds(self._request, move.target, here, there)
+            self._known[key] = self._between[between][np.ix_(here.copies[1], there.copies[1])]
         return self._known[key]
 
     def _relation(self, source: DeviceMesh, target: DeviceMesh, group: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from msgspec import Struct
 from realgraph.graphs.spec import Generate, Train
 from realgraph.planner.costs.compute.move import offload_seconds
 from realgraph.planner.costs.generate.refined import IntervalCuts, StreamWindow
-from realgraph.planner.costs.generate.rollout import Stream, Variant, offered_variants, stream_of
+from realgraph.planner.costs.generate.rollout import Stream, Variant, stream_of
 from realgraph.planner.costs.memory import memory
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.costs.spread import deviation_of, measured_deviation
@@ -71,6 +71,27 @@ class Timing(Struct, frozen=True):
     caches: Caches = ""
 
 
+class Correction(Struct, frozen=True):
+    """Measurements that change what formulas say of one candidate.
+
+    Where this very call was measured under this layout and workload, its measured seconds stand.
+    """
+
+    factor: float = 1.0
+    constant_seconds: float = 0.0
+    error: float = 0.0  # relative standard error of the seconds
+    measured_seconds: float | None = None
+
+    def of(self, timing: Timing, more: float) -> Timing:
+        """A timing with `more` seconds besides."""
+        if self.measured_seconds is not None:
+            return Timing(self.measured_seconds, self.measured_seconds, timing.running, self.error)
+        seconds = self.factor * (timing.seconds + more) + self.constant_seconds
+        rest = timing.latency - timing.whole * timing.seconds
+        latency = timing.whole * seconds + self.factor * (rest + more) + self.constant_seconds
+        return Timing(seconds, latency, timing.running, self.error, timing.whole)
+
+
 Run = tuple[Layout, int, tuple[Recompute, Schedule, int]]  # what is computed, wherever the weights wait
 
 
@@ -84,6 +105,7 @@ class Timed(Struct, frozen=True):
     room: int | None = None  # bytes of an empty device, None: those of the cluster's kind
     memory_only: bool = False  # every run takes a second: whether it fits is all that is asked
     timings: dict[Run, tuple[Timing, ...]] = {}
+    cuts: dict[Run, IntervalCuts] = {}  # of streams, whatever becomes of their caches
     refined: dict[tuple[Run, int], tuple[Timing, ...]] = {}  # of intervals, by their numbers in `timings`, cut finer
     running: dict[Run, tuple[int, int]] = {}  # bytes that it adds, and the margin
     waiting: dict[tuple[Layout, Residency], tuple[int, int, int, int]] = {}  # resident, active, shared and host bytes
@@ -138,22 +160,23 @@ def _timings(
         return
     key, ranks = (candidate.layout, candidate.tokens, candidate.passes), candidate.layout.dp
     if key not in known.timings:
-        known.timings[key] = formula_timings(request, call, candidate, cluster, known.careful)
+        known.timings[key] = formula_timings(request, call, candidate, cluster, known)
     timings = known.timings[key]
     if ranks not in known.inputs:
         known.inputs[ranks] = input_seconds(request, call, candidate.layout, cluster)
     kept = candidate.layout, candidate.residency
     if kept not in known.beside:
         known.beside[kept] = _beside_seconds(request, call, candidate, cluster)
-    more = known.inputs[ranks] + known.beside[kept]
+    more, correction = known.inputs[ranks] + known.beside[kept], correction_of(request, call, candidate)
     if known.window is not None:
-        wanted = [i for i, one in enumerate(timings) if _within(known.window, request, call, candidate, (one, more))]
+        devices = candidate.layout.mesh.n_devices
+        wanted = [i for i, one in enumerate(timings) if _within(known.window, devices, correction.of(one, more))]
         missing = [number for number in wanted if (key, number) not in known.refined]
-        parts = _refined(request, call, candidate, cluster, (known.careful, missing))
+        parts = _refined(known.cuts[key], known.careful, missing) if missing else []
         known.refined.update(((key, number), cut) for number, cut in zip(missing, parts, strict=True))
         timings = tuple(one for number in wanted for one in known.refined[key, number])
     for base in timings:
-        yield base, corrected(request, call, candidate, base, more)
+        yield base, correction.of(base, more)
 
 
 def _with_caches(nbytes: tuple[int, int, int], timing: Timing, in_place: bool) -> tuple[int, int, int]:
@@ -177,12 +200,12 @@ def _with_caches(nbytes: tuple[int, int, int], timing: Timing, in_place: bool) -
 
 
 def formula_timings(
-    request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster, careful: bool = False
+    request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster, known: Timed
 ) -> tuple[Timing, ...]:
     """By the formulas alone; several where a generate call may have more or less in flight."""
     generates = isinstance(request.graph.calls[call], Generate)
     if streams(request, call):
-        return tuple(_stream_timings(request, call, candidate, cluster, careful))
+        return tuple(_stream_timings(request, call, candidate, cluster, known))
     setting = _setting(request, call, candidate, cluster)
     seconds = formula_seconds(request, call, setting, candidate)
     own = sized(request, call)
@@ -191,26 +214,22 @@ def formula_timings(
 
 
 def _stream_timings(
-    request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster, careful: bool
+    request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster, known: Timed
 ) -> Iterator[Timing]:
-    """Timings of all that may be in flight; careful: for each of the things that may become of the caches."""
-    work = generate_work(request, call, candidate)
-    setting = _setting(request, call, candidate, cluster)
-    free = offered_variants(setting, work, request.workload.staleness)
-    paused = offered_variants(setting, work, request.workload.staleness, paused=True) if careful else ()
-    for caches in CACHES[careful]:
+    """Timings of all that may be in flight; careful ones for each of the things that may become of the caches."""
+    key: Run = (candidate.layout, candidate.tokens, candidate.passes)
+    if key not in known.cuts:
+        setting, work = _setting(request, call, candidate, cluster), generate_work(request, call, candidate)
+        known.cuts[key] = IntervalCuts(setting, work, request.workload.staleness)
+    free = known.cuts[key].offers()
+    paused = known.cuts[key].offers(paused=True) if known.careful else ()
+    for caches in CACHES[known.careful]:
         yield from (_timing(one, caches) for one in (paused if caches == "given up" else free))
 
 
-def _refined(
-    request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster, asked: tuple[bool, Sequence[int]]
-) -> list[tuple[Timing, ...]]:
-    """Timings of the parts of some intervals. asked: `careful`, and the intervals' numbers in `_stream_timings`."""
-    careful, numbers = asked
-    if not numbers:
-        return []
-    setting, work = _setting(request, call, candidate, cluster), generate_work(request, call, candidate)
-    cut, sorts = IntervalCuts(setting, work, request.workload.staleness), CACHES[careful]
+def _refined(cut: IntervalCuts, careful: bool, numbers: Sequence[int]) -> list[tuple[Timing, ...]]:
+    """Timings of the parts of the intervals with these numbers in `_stream_timings`."""
+    sorts = CACHES[careful]
     return [
         tuple(
             _timing(one, sorts[number // len(cut)])
@@ -220,11 +239,8 @@ def _refined(
     ]
 
 
-def _within(
-    window: StreamWindow, request: PlanRequest, call: str, candidate: CallOption, timed: tuple[Timing, float]
-) -> bool:
-    one = corrected(request, call, candidate, *timed)
-    return window.has(candidate.layout.mesh.n_devices, one.seconds, (one.whole, one.latency - one.whole * one.seconds))
+def _within(window: StreamWindow, n_devices: int, one: Timing) -> bool:
+    return window.has(n_devices, one.seconds, (one.whole, one.latency - one.whole * one.seconds))
 
 
 def _timing(one: Variant, caches: Caches = "") -> Timing:
@@ -240,7 +256,7 @@ def candidate_stream(request: PlanRequest, call: str, candidate: CallOption, clu
 def stream_timing(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster, variant: Variant) -> Timing:
     """Timing of one stream of a generate call, as `options_of` prices its rows."""
     more = input_seconds(request, call, candidate.layout, cluster) + _beside_seconds(request, call, candidate, cluster)
-    return corrected(request, call, candidate, _timing(variant), more)
+    return correction_of(request, call, candidate).of(_timing(variant), more)
 
 
 def _beside_seconds(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> float:
@@ -266,23 +282,17 @@ def measured_there(request: PlanRequest, layout: Layout) -> CostTable:
     return request.costs
 
 
-def corrected(request: PlanRequest, call: str, candidate: CallOption, timing: Timing, more: float) -> Timing:
-    """With `more` seconds of offloading and of its inputs, and the phase's measured factor.
-
-    Where this very call was measured under this layout and workload, its measured seconds stand. The error is that of
-    the measurements, and at least what another run would differ by.
-    """
+def correction_of(request: PlanRequest, call: str, candidate: CallOption) -> Correction:
+    """The correction of every timing of a candidate. The error is that of the measurements, and at least what another
+    run would differ by."""
     phase = phase_of(request.graph.calls[call])
     least = measured_deviation(phase, cpu=request.cluster.is_cpu)
     measured = _measured(request, call, candidate)
     if measured is not None:
-        return Timing(measured[0], measured[0], timing.running, max(measured[1], least))
+        return Correction(error=max(measured[1], least), measured_seconds=measured[0])
     factor = measured_there(request, candidate.layout).phases.get(phase, PhaseFactor())
-    seconds = factor.factor * (timing.seconds + more) + factor.constant_seconds
-    rest = timing.latency - timing.whole * timing.seconds
-    latency = timing.whole * seconds + factor.factor * (rest + more) + factor.constant_seconds
     error = max(factor.error, least) if factor.error else _formula_error(request, call, candidate)
-    return Timing(seconds, latency, timing.running, error, timing.whole)
+    return Correction(factor.factor, factor.constant_seconds, error)
 
 
 def _formula_error(request: PlanRequest, call: str, candidate: CallOption) -> float:

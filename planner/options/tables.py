@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.graphs.spec import Train
-from realgraph.planner.costs.generate.refined import StreamWindow
+from realgraph.planner.costs.generate.refined import IntervalCuts, StreamWindow
 from realgraph.planner.costs.memory.memory import usable_bytes
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.options.calls import free_seconds, is_trained, stages_weights, streams
@@ -21,24 +21,15 @@ from realgraph.planner.options.constraints import named_meshes, server_meshes
 from realgraph.planner.options.couplings import free_floor, moves_of, precedences, readers, ties_of, train_calls
 from realgraph.planner.options.footprints import copy_of
 from realgraph.planner.options.meshes import Family, family
-from realgraph.planner.options.moves import LongerMoves, Moves, Place, longer_moves, longest_moves
-from realgraph.planner.options.pricing import PricedOption, Timed, options_of
+from realgraph.planner.options.moves import Moves, Place, longer_moves, longest_moves
+from realgraph.planner.options.pricing import PricedOption, Run, Timed, options_of
 from realgraph.planner.options.pruning import TableRows, kept_rows
 from realgraph.planner.plan.layout import DeviceMesh
-from realgraph.planner.plan.problem import Ints, OptionTable, SearchProblem, SearchTask
+from realgraph.planner.plan.problem import Floats, Ints, OptionTable, SearchProblem, SearchTask
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
 
 HOST_FRACTION = 0.8  # of a node's memory that offloaded states may fill: data, engines and the system have the rest
-
-
-class PreparedProblem(Struct, frozen=True, eq=False):
-    """The problem, and what its numbers stand for: the options of each table, and the group of nodes of each mesh."""
-
-    request: PlanRequest
-    problem: SearchProblem
-    options: tuple[tuple[PricedOption, ...], ...]
-    groups: tuple[int, ...]
 
 
 Key = tuple[str, int, int]  # call, group of nodes, devices
@@ -52,7 +43,21 @@ class Known(Struct, frozen=True, eq=False):
     # of calls that do not stream; apart those with room for new weights beside those in use
     options: dict[tuple[Key, bool], list[PricedOption]] = {}
     streams: dict[tuple[Key, int, bool], Timed] = {}  # of those that do, by staleness and `careful`
+    cuts: dict[tuple[Key, int], dict[Run, IntervalCuts]] = {}
+    moves: dict[tuple[object, ...], Floats] = {}  # see Moves
+    # every option on the mesh of a `whole_problem`, of calls that do not generate
+    whole: dict[tuple[str, DeviceMesh], tuple[PricedOption, ...]] = {}
     memory_only: bool = False  # see Timed: tables for a question of memory alone
+
+
+class PreparedProblem(Struct, frozen=True, eq=False):
+    """The problem, and what its numbers stand for: the options of each table, and the group of nodes of each mesh."""
+
+    request: PlanRequest
+    problem: SearchProblem
+    options: tuple[tuple[PricedOption, ...], ...]
+    groups: tuple[int, ...]
+    known: Known  # by other problems of the request
 
 
 class StreamRows(Struct, frozen=True):
@@ -76,11 +81,12 @@ def problem_of(
     request.
     """
     mesh_family = family(request.cluster, request.constraints.reserve, named_meshes(request))
-    made = _Tables(request, mesh_family, whole, asked, known or Known())
+    known = known or Known()
+    made = _Tables(request, mesh_family, whole, asked, known)
     by_call = {call: made.on_meshes(call) for call in _readers_first(request)}
     wanted = sorted({mesh for numbers in by_call.values() for mesh in numbers})
     number = {mesh: i for i, mesh in enumerate(wanted)}
-    moves = Moves(request, [(mesh_family.meshes[mesh], mesh_family.groups[mesh]) for mesh in wanted])
+    moves = Moves(request, [(mesh_family.meshes[mesh], mesh_family.groups[mesh]) for mesh in wanted], known.moves)
     tasks = []
     for call in request.mesh_calls:
         numbers = {number[mesh]: table for mesh, table in by_call[call].items()}
@@ -104,7 +110,9 @@ def problem_of(
         floor_seconds=free_floor(request, free),
         ties=tuple(ties_of(request)),
     )
-    return PreparedProblem(request, problem, tuple(made.tables), tuple(mesh_family.groups[mesh] for mesh in wanted))
+    return PreparedProblem(
+        request, problem, tuple(made.tables), tuple(mesh_family.groups[mesh] for mesh in wanted), known
+    )
 
 
 def _readers_first(request: PlanRequest) -> list[str]:
@@ -199,8 +207,9 @@ class _Tables:
         timed = Timed(room=room, memory_only=self._known.memory_only)
         if streaming:
             rows = self._asked
+            cuts = self._known.cuts.setdefault((key, staleness), {})
             shared = self._known.streams.setdefault(
-                (key, staleness, rows.careful), replace(timed, careful=rows.careful)
+                (key, staleness, rows.careful), replace(timed, careful=rows.careful, cuts=cuts)
             )
             timed = replace(shared, least=rows.least, window=rows.window)
         priced = [
@@ -239,21 +248,15 @@ class _Tables:
             )  # both calls must be left the same layouts to choose from
         if not names:
             return TableRows(table)
-        bonus, beside = np.zeros(len(table), dtype=np.int64), np.zeros(len(table), dtype=np.int64)
-        for i, number in enumerate(table.layout):
-            copies = [self._saved.get((name, *spot, int(number))) for name in names]
+        layouts, row = np.unique(table.layout, return_inverse=True)
+        bonus, beside = np.zeros(len(layouts), dtype=np.int64), np.zeros(len(layouts), dtype=np.int64)
+        for i, number in enumerate(layouts.tolist()):
+            copies = [self._saved.get((name, *spot, number)) for name in names]
             shared = [one for one in copies if one is not None]
             bonus[i] = sum(nbytes for nbytes, _ in shared)
             beside[i] = max((nbytes for _, nbytes in shared), default=0)
-        longer = self._longer(place, table.layout, names)
-        return TableRows(table, longer.more, longer.less, bonus, beside)
-
-    def _longer(self, place: Place, layouts: Ints, names: Sequence[str]) -> LongerMoves:
-        """See `longer_moves`: of each option of a call that trains."""
-        _, first, number = np.unique(layouts, return_index=True, return_inverse=True)
-        each = replace(place, options=[place.options[i] for i in first])
-        found = longer_moves(self._request, {name: self._places.get(name, []) for name in names}, each)
-        return LongerMoves(found.more[number], found.less[number])
+        longer = longer_moves(request, {name: self._places.get(name, []) for name in names}, place)
+        return TableRows(table, longer.more, longer.less, bonus[row], beside[row])
 
     def _remember(self, call: str, group: int, size: int, options: Sequence[PricedOption]) -> None:
         """Keeps of a call that reads weights what it needs, and what it would save by sharing the trained copy."""

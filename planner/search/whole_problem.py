@@ -6,10 +6,13 @@ The search's own tables lack what another option beats; a plan with one layout f
 from msgspec import Struct
 from msgspec.structs import replace
 
+from realgraph.graphs.spec import Generate
+from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.options.choices import candidates
 from realgraph.planner.options.moves import Moves
 from realgraph.planner.options.pricing import PricedOption, Timed, options_of
 from realgraph.planner.options.tables import PreparedProblem, layout_key, option_table
+from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.search.symmetric import LayoutShape
 from realgraph.planner.solve.heuristics import one_mesh
 
@@ -30,17 +33,12 @@ def whole_problem(prepared: PreparedProblem) -> WholeProblem | None:
     mesh = problem.meshes[place]
     group = prepared.groups[place]
     cluster = request.cluster.groups[group]
-    moves = Moves(request, [(mesh, group)])
+    moves = Moves(request, [(mesh, group)], prepared.known.moves)
     layouts: dict[tuple[object, ...], int] = {}
     offered: list[tuple[PricedOption, ...]] = []
     tasks = []
     for task in problem.tasks:
-        timed = Timed()
-        options = tuple(
-            option
-            for candidate in candidates(request, task.name, mesh, cluster)
-            for option in options_of(request, task.name, candidate, cluster, timed)
-        )
+        options = _options(prepared, task.name, mesh, cluster)
         for option in options:
             layouts.setdefault(layout_key(option), len(layouts))
         moves.add(task.name, {0: options})
@@ -60,4 +58,19 @@ def whole_problem(prepared: PreparedProblem) -> WholeProblem | None:
         move_seconds=moves.seconds,
         tree=None,
     )
-    return WholeProblem(PreparedProblem(request, whole, tuple(offered), (group,)), shapes)
+    return WholeProblem(PreparedProblem(request, whole, tuple(offered), (group,), prepared.known), shapes)
+
+
+def _options(prepared: PreparedProblem, call: str, mesh: DeviceMesh, cluster: Cluster) -> tuple[PricedOption, ...]:
+    """Every option of a call on the mesh. Those of calls that do not generate are the same at each staleness."""
+    request, known, timed = prepared.request, prepared.known.whole, Timed()
+    if (call, mesh) in known:
+        return known[call, mesh]
+    options = tuple(
+        option
+        for candidate in candidates(request, call, mesh, cluster)
+        for option in options_of(request, call, candidate, cluster, timed)
+    )
+    if not isinstance(request.graph.calls[call], Generate):
+        known[call, mesh] = options
+    return options

@@ -19,6 +19,7 @@ MISSING_GROUPS = 0.5  # groups: the expected number that is missing when the las
 WAIT_POINTS = 48  # intervals for which waits are tabled
 SHORTEST_PART = 64  # the smallest of them, as a part of the longest response
 LONGEST_PART = 1.5  # the largest, likewise
+LAG = (np.arange(BURST_CELLS)[:, None] - np.arange(BURST_CELLS)[None, :]) % BURST_CELLS  # cells since another, round
 SLOT_STEP = 1.005  # numbers of slots are taken in such steps, each rounded down
 
 
@@ -163,16 +164,14 @@ def _starts(running: Floats, slots: float) -> Floats:
 
 def _filling(running: Floats, slots: float, cells: int) -> Floats:
     """Starts in the first so many cells with which `slots` run in each of them."""
-    lag = (np.arange(cells)[:, None] - np.arange(cells)[None, :]) % BURST_CELLS
     starts = np.zeros(BURST_CELLS)
-    starts[:cells] = np.maximum(0.0, np.linalg.solve(running[lag], np.full(cells, slots)))
+    starts[:cells] = np.maximum(0.0, np.linalg.solve(running[LAG[:cells, :cells]], np.full(cells, slots)))
     return starts
 
 
 def _turned(values: Floats, starts: Floats) -> Floats:
     """The value of each cell for `starts` in all of them, from that for one start in cell 0; both go round."""
-    lag = (np.arange(BURST_CELLS)[:, None] - np.arange(BURST_CELLS)[None, :]) % BURST_CELLS
-    turned: Floats = values[lag] @ starts
+    turned: Floats = values[LAG] @ starts
     return turned
 
 

@@ -47,27 +47,36 @@ class StreamWindow(Struct, frozen=True):
 
 
 class IntervalCuts(Struct, frozen=True, eq=False, dict=True):
-    """The intervals that `offered_variants` offers of one call, by their numbers there."""
+    """The intervals that a search is offered of one call that streams, by number. Each is computed when it is first
+    asked for."""
 
     setting: Setting
     work: GenerateWork
     staleness: int
 
     def __len__(self) -> int:
-        return len(self._levels[False])
+        return len(self._free)
 
     @cached_property
     def _stream(self) -> Stream:
         return stream_of(self.setting, self.work)
 
     @cached_property
-    def _levels(self) -> dict[bool, list[Variant]]:
-        """The streams at the ends of intervals, by whether they are paused."""
-        return {paused: stream_levels(self._stream, self.staleness, paused) for paused in (False, True)}
+    def _free(self) -> list[Variant]:
+        """The streams at the ends of intervals, where nothing pauses them."""
+        return stream_levels(self._stream, self.staleness)
+
+    @cached_property
+    def _paused(self) -> list[Variant]:
+        return stream_levels(self._stream, self.staleness, paused=True)
+
+    def offers(self, paused: bool = False) -> tuple[Variant, ...]:
+        """The intervals uncut."""
+        return interval_bounds(self._paused if paused else self._free)
 
     def parts(self, number: int, paused: bool = False) -> tuple[Variant, ...]:
         """The intervals into which one is cut: of the last, which is a single stream, that alone."""
-        levels = self._levels[paused]
+        levels = self._paused if paused else self._free
         if number == len(levels) - 1:
             return interval_bounds(levels[-1:])
         begin, end = levels[number], levels[number + 1]

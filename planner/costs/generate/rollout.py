@@ -234,17 +234,10 @@ def _decode(stream: Stream, shapes: Sequence[Shape], sequences: tuple[Floats, Fl
     return decoded
 
 
-def offered_variants(setting: Setting, work: GenerateWork, staleness: int, paused: bool = False) -> tuple[Variant, ...]:
-    """The variants that a search chooses from: at a bound above 0 each stands for an interval of the tokens between two
-    updates, and has the least seconds and the shortest wait of all streams within or beyond."""
-    if staleness < 1:
-        return (batch_variant(setting, work),)
-    return interval_bounds(stream_levels(stream_of(setting, work), staleness, paused))
-
-
 def interval_bounds(levels: Sequence[Variant]) -> tuple[Variant, ...]:
-    """For each interval from one stream to the next, and for the last stream alone, the least seconds and the shortest
-    wait of all streams from there on. levels: by tokens between two updates."""
+    """The variants that a search chooses from: for each interval from one stream to the next, and for the last stream
+    alone, the least seconds and the shortest wait of all streams from there on. levels: by tokens between two
+    updates."""
     ends = [*levels[1:], levels[-1]]  # of the intervals: interruptions are shortest there, decoding is where they begin
     least = [
         one.seconds
