@@ -189,10 +189,14 @@ def test_fewer_in_flight_hold_the_mesh_for_longer_and_end_sooner() -> None:
     assert found[-1].staleness == pytest.approx(1, rel=0.02)
 
 
+def offered_variants(point: Setting, work: GenerateWork, staleness: int) -> tuple[Variant, ...]:
+    return IntervalCuts(point, work, staleness).offers()
+
+
 @pytest.mark.parametrize(("staleness", "slots"), [(1, 512), (2, 64), (4, 512)])
 def test_no_stream_is_better_than_the_offer_that_stands_for_it(staleness: int, slots: int) -> None:
     point, work = setting(4), GenerateWork(2048, 8, 256.0, 600.0, 4096, slots)
-    offers = IntervalCuts(point, work, staleness).offers()
+    offers = offered_variants(point, work, staleness)
     slow = generate_seconds(point, work)
     for train in (0.1 * slow, 0.4 * slow, 0.8 * slow):
         bound = min(period(one, staleness, train) for one in offers)
@@ -215,8 +219,7 @@ def test_cut_intervals_bound_every_stream_of_a_faster_plan_and_bound_it_closely(
     """load: seconds of training over those of generating a batch as a whole. above: of the known plan over the best."""
     point, work = setting(4), GenerateWork(2048, groups, 256.0, 600.0, 4096, slots)
     train = load * generate_seconds(point, work)
-    cuts = IntervalCuts(point, work, staleness)
-    offers = cuts.offers()
+    offers, cuts = offered_variants(point, work, staleness), IntervalCuts(point, work, staleness)
     best = min(period(one, staleness, train) for one in streams(stream_of(point, work)))
     known_period = best * (1 + above)
     window = StreamWindow(known_period, train, 1 + staleness, ((4, known_period),))
