@@ -195,30 +195,30 @@ class WatchedPasses(ModelPasses):
     """Passes that give the entropies of every micro-batch, not of a rank's first one alone: their mean is then the same
     under all layouts."""
 
+    _answer: Callable[[Sequence[PackedMicroBatch]], list[Outputs]] | None = None  # in place of a pass
+
+    def _outputs(self, work: Sequence[PackedMicroBatch]) -> list[Outputs]:
+        return super()._outputs(work) if self._answer is None else self._answer(work)
+
     def with_entropies(self, batch: Packed, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of one forward pass: [T] each, in the batch's order."""
         passed: list[Outputs] = []
 
         def run(work: Sequence[PackedMicroBatch]) -> list[Outputs]:
-            asked = [replace(one, wants=replace(one.wants, entropy="detached")) for one in work]
-            passed.extend(ModelPasses._outputs(self, asked))
+            both = [replace(one, wants=replace(one.wants, entropy="detached")) for one in work]
+            passed.extend(super(WatchedPasses, self)._outputs(both))
             return passed
 
-        def again(_: Sequence[PackedMicroBatch]) -> list[Outputs]:
+        def entropies(_: Sequence[PackedMicroBatch]) -> list[Outputs]:
             return [replace(outputs, logprobs=outputs.entropy) for outputs in passed]
 
-        logprobs, entropies = (self._inference_by(outputs, batch, temperature) for outputs in (run, again))
-        return logprobs, entropies
-
-    def _inference_by(
-        self, outputs: Callable[[Sequence[PackedMicroBatch]], list[Outputs]], batch: Packed, temperature: float
-    ) -> Tensor:
-        """The result of inference whose micro-batches have these outputs."""
-        self._outputs = outputs  # type: ignore[method-assign]
-        try:
-            return self.inference(batch, Wants("logprobs", temperature))
-        finally:
-            del self._outputs
+        asked = Wants("logprobs", temperature)
+        self._answer = run
+        logprobs = self.inference(batch, asked)
+        self._answer = entropies
+        second = self.inference(batch, asked)
+        self._answer = None
+        return logprobs, second
 
     def _step_work(self, part: StepShare, wants: Wants) -> list[PackedMicroBatch]:
         work = super()._step_work(part, wants)
