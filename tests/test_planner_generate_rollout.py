@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -24,6 +24,8 @@ from realgraph.planner.costs.generate.rollout import (
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from tests.planner_cases import cluster, known
+
+UNEVEN = 0.003  # slots are taken in steps of 0.5 %: waits may be longer by so much with more tokens between updates
 
 
 def setting(replicas: int, name: str = "Qwen/Qwen3-1.7B") -> Setting:
@@ -211,8 +213,9 @@ def test_no_stream_is_better_than_the_offer_that_stands_for_it(staleness: int, s
     slots=st.sampled_from([48, 96, 512]),
     groups=st.sampled_from([1, 8]),
     load=st.floats(0.05, 1.2),
-    above=st.floats(1e-6, 0.1),
+    above=st.floats(UNEVEN, 0.1),
 )
+@example(1, 96, 1, 0.875, 0.0625)  # the best lies in an interval whose ends wait for 1 and for 0 whole periods
 def test_cut_intervals_bound_every_stream_of_a_faster_plan_and_bound_it_closely(
     staleness: int, slots: int, groups: int, load: float, above: float
 ) -> None:
@@ -228,7 +231,7 @@ def test_cut_intervals_bound_every_stream_of_a_faster_plan_and_bound_it_closely(
     parts = [part for i in kept for part in cuts.parts(i)]
     wide, bound = (min(period(one, staleness, train) for one in rows) for rows in (offers, parts))
     assert len(cuts) == len(offers)
-    assert wide <= bound * (1 + 1e-9) and bound <= best * (1 + 1e-9)
+    assert wide <= bound * (1 + UNEVEN) and bound <= best * (1 + UNEVEN)
     assert bound > 0.985 * best
     assert not any(window.has(n, 0.0, (0, 0.0)) for n in (1, 2, 8))
 

@@ -236,8 +236,8 @@ def _decode(stream: Stream, shapes: Sequence[Shape], sequences: tuple[Floats, Fl
 
 def interval_bounds(levels: Sequence[Variant]) -> tuple[Variant, ...]:
     """The variants that a search chooses from: for each interval from one stream to the next, and for the last stream
-    alone, the least seconds and the shortest wait of all streams from there on. levels: by tokens between two
-    updates."""
+    alone, the least seconds of all streams from there on and the shortest wait within it. levels: by tokens between
+    two updates."""
     ends = [*levels[1:], levels[-1]]  # of the intervals: interruptions are shortest there, decoding is where they begin
     least = [
         one.seconds
@@ -247,13 +247,22 @@ def interval_bounds(levels: Sequence[Variant]) -> tuple[Variant, ...]:
         + min(one.pause_seconds, end.pause_seconds)
         for one, end in zip(levels, ends, strict=True)
     ]
-    fastest = np.minimum.accumulate(least[::-1])[::-1]
+    fastest = [float(seconds) for seconds in np.minimum.accumulate(least[::-1])[::-1]]
     return tuple(
         replace(
-            one, seconds=float(seconds), latency_periods=end.latency_periods, remainder_seconds=end.remainder_seconds
+            one,
+            seconds=seconds,
+            latency_periods=end.latency_periods,
+            remainder_seconds=min(end.remainder_seconds, _least_remainder(one, end, seconds)),
         )
         for one, end, seconds in zip(levels, ends, fastest, strict=True)
     )
+
+
+def _least_remainder(begin: Variant, end: Variant, seconds: float) -> float:
+    """A bound of the seconds that streams of an interval wait beyond the whole periods of its end. One that waits for
+    a period more waits for at least the `seconds` of each stream, whatever its own remainder."""
+    return begin.remainder_seconds if begin.latency_periods == end.latency_periods else seconds
 
 
 def stream_levels(stream: Stream, staleness: int, paused: bool = False) -> list[Variant]:
