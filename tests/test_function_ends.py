@@ -20,6 +20,7 @@ from realgraph.runtime.functions.host import FunctionHost
 from realgraph.runtime.processes.launcher import WorkerBoot, WorkerProgram
 from realgraph.runtime.processes.local import LocalFleet, LocalLauncher
 from realgraph.runtime.wire.curve import make_keys
+from tests.traces import parent_of
 from tests.waiting import killed, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere daemons are out of reach")
@@ -125,7 +126,7 @@ def test_daemons_end_with_a_time_limit_and_with_their_process(folder: Path, mark
         thread = threading.Thread(target=host.run, args=("r", call("daemon"), unit("hang")))
         thread.start()
         assert until(lambda: len(marked(mark)) == 4 and sum(map(sleeps, marked(mark))) == 2)  # each runs what it is for
-        (functions,) = [pid for pid in marked(mark) if parent(pid) == host.pids()[0] and not sleeps(pid)]
+        (functions,) = [pid for pid in marked(mark) if parent_of(pid) == host.pids()[0] and not sleeps(pid)]
         os.kill(functions, signal.SIGSEGV)
         thread.join(20)
         assert until(lambda: marked(mark) == [], 5)
@@ -142,15 +143,11 @@ def test_what_is_killed_from_outside_is_run_again_once(folder: Path, mark: str, 
             assert until(lambda: sum(sleeps(pid) for pid in set(marked(mark)) - before) == 2)
             before.update(marked(mark))  # a guardian that is killed leaves daemons
             (guardian,) = host.pids()
-            (functions,) = [pid for pid in marked(mark) if parent(pid) == guardian and not sleeps(pid)]
+            (functions,) = [pid for pid in marked(mark) if parent_of(pid) == guardian and not sleeps(pid)]
             os.kill(guardian if victim == "guardian" else functions, signal.SIGKILL)
         thread.join(20)
         assert "killed by SIGKILL" in results[0].error
         assert results[0].values == {"reward": 0.0}  # of `on_error: score`
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def sleeps(pid: int) -> bool:
@@ -195,8 +192,8 @@ def test_a_copy_of_the_process_answers_nothing(folder: Path, mark: str, capfd: p
 
 def functions_of(worker: int, mark: str) -> tuple[int, int]:
     """The guardian of a worker's functions, and their process."""
-    guardian = min(marked(mark), key=lambda pid: (parent(pid) != worker, pid))
-    functions = min(marked(mark), key=lambda pid: (parent(pid) != guardian, sleeps(pid), pid))
+    guardian = min(marked(mark), key=lambda pid: (parent_of(pid) != worker, pid))
+    functions = min(marked(mark), key=lambda pid: (parent_of(pid) != guardian, sleeps(pid), pid))
     assert not sleeps(functions)
     return guardian, functions
 
@@ -246,11 +243,11 @@ def test_nothing_that_functions_started_outlives_anybody(folder: Path, victim: s
         whom = {
             "nobody": [],
             "master": [master.pid],
-            "fork server": [parent(worker)],
+            "fork server": [parent_of(worker)],
             "worker": [worker],
             "guardian": [guardian],
             "functions": [functions],
-            "all of them": [master.pid, parent(worker), worker],
+            "all of them": [master.pid, parent_of(worker), worker],
         }[victim]
         for pid in whom:
             with contextlib.suppress(ProcessLookupError):  # it has ended with the one before it

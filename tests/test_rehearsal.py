@@ -42,7 +42,7 @@ from realgraph.runtime.parallel.cuts import is_expert, is_fixed, layout_boxes
 from realgraph.runtime.train.microbatch import balance
 from tests import tiny
 from tests.runs import start
-from tests.traces import title_of
+from tests.traces import parent_of, title_of
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
@@ -79,14 +79,6 @@ def fork_servers_of(pid: int) -> list[int]:
     """The fork servers of a run, which `tests.forked` starts: what they start has their title for a moment."""
     others = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [one for one in others if title_of(one) == "realgraph fork server" and parent_of(parent_of(one)) == pid]
-
-
-def parent_of(pid: int) -> int:
-    """0 where it has ended."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
 
 
 def test_the_plan_of_a_cluster_runs_here_with_the_numbers_of_one_process(file: Path) -> None:

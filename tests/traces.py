@@ -42,15 +42,20 @@ def title_of(pid: int) -> str:
         return ""
 
 
+def parent_of(pid: int) -> int:
+    """0 where it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
 def descends(pid: int, ancestor: int) -> bool:
     """True where a process is another one, or has been started by it or by one of its children."""
     while pid > 1:
         if pid == ancestor:
             return True
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            return False
+        pid = parent_of(pid)
     return False
 
 
