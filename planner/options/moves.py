@@ -24,7 +24,7 @@ from realgraph.planner.inputs.devices import device_kind
 from realgraph.planner.options.pricing import PricedOption, factors_of
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.plan.plan import TRANSPORTS, Transport
-from realgraph.planner.plan.problem import Floats, Ints, Move
+from realgraph.planner.plan.problem import Bools, Floats, Ints, Move
 from realgraph.planner.request.cost_table import PhaseFactor
 from realgraph.planner.request.request import PlanRequest
 
@@ -42,22 +42,42 @@ class Place(Struct, frozen=True, eq=False, dict=True):
     options: Sequence[PricedOption]
 
     @cached_property
-    def copies(self) -> tuple[tuple[Copy, ...], Ints]:
-        """The different copies that the options stand for, and each option's number among them."""
-        rows = [(one.candidate.layout, one.candidate.residency == "offloaded") for one in self.options]
-        number = {row: i for i, row in enumerate(dict.fromkeys(rows))}
-        different = tuple((replace(layout, mesh=self.mesh), away) for layout, away in number)
-        return different, np.array([number[row] for row in rows], dtype=np.int64)
+    def _numbers(self) -> dict[Copy, int]:
+        return {row: i for i, row in enumerate(dict.fromkeys(map(_copy_of, self.options)))}
+
+    @cached_property
+    def layouts(self) -> list[Layout]:
+        """The layouts of the different copies that the options stand for."""
+        return [replace(layout, mesh=self.mesh) for layout, _ in self._numbers]
+
+    @cached_property
+    def away(self) -> Bools:
+        """True for each of these copies that waits in host memory."""
+        return np.array([away for _, away in self._numbers])
+
+    @cached_property
+    def numbers(self) -> Ints:
+        """The number of each option's copy among them."""
+        return np.array([self._numbers[_copy_of(one)] for one in self.options], dtype=np.int64)
 
     @property
     def shapes(self) -> tuple[tuple[object, ...], ...]:
         """The different copies, wherever the mesh lies."""
-        return tuple((layout.axes, away) for layout, away in self.copies[0])
+        return tuple((layout.axes, away) for layout, away in self._numbers)
+
+
+def _copy_of(option: PricedOption) -> Copy:
+    return option.candidate.layout, option.candidate.residency == "offloaded"
 
 
 def move_matrix(request: PlanRequest, target: str, source: Place, there: Place) -> Floats:
     """Seconds of [options of the source, options of the target]: 0 where nothing is to be moved."""
-    return _copy_seconds(request, target, source, there)[np.ix_(source.copies[1], there.copies[1])]
+    return _of_options(_copy_seconds(request, target, source, there), source, there)
+
+
+def _of_options(seconds: Floats, source: Place, there: Place) -> Floats:
+    """The seconds between options, from those between their different copies."""
+    return seconds[np.ix_(source.numbers, there.numbers)]
 
 
 def _copy_seconds(request: PlanRequest, target: str, source: Place, there: Place) -> Floats:
@@ -94,11 +114,10 @@ def _copies(request: PlanRequest, call: str, place: Place) -> Copies:
     Of a move both ends are cut as the engine of its target cuts experts: what is read in place is the trained copy.
     """
     cluster = request.cluster.groups[place.group]
-    layouts = [layout for layout, _ in place.copies[0]]
+    layouts = place.layouts
     setting = Setting(request.model(call), request.role(call), layouts[0], cluster, factors_of(request, cluster))
-    away = np.array([waits for _, waits in place.copies[0]])
     kind = request.graph.calls[call]
-    copies = copies_of(setting, layouts, request.cluster.first_of(place.group), request.engine.serves(kind), away)
+    copies = copies_of(setting, layouts, request.cluster.first_of(place.group), request.engine.serves(kind), place.away)
     return received(copies, setting.model, request.overheads(cluster)) if isinstance(kind, Generate) else copies
 
 
@@ -113,7 +132,7 @@ def longest_moves(request: PlanRequest, call: str, place: Place) -> Floats:
     if request.cluster.nodes > 1 or request.cluster.more:
         seconds = seconds + there.whole / _fewest_senders(request, call) / slowest.nic
     most = corrected(request, seconds + _host_seconds(request, call, there, resident=False), place)
-    return most[place.copies[1]]
+    return most[place.numbers]
 
 
 def _host_seconds(request: PlanRequest, call: str, there: Copies, *, resident: bool) -> Floats:
@@ -155,8 +174,7 @@ def longer_moves(request: PlanRequest, targets: Mapping[str, Sequence[Place]], s
     Else a layout can spare a node's cards no more than a node of the source holds under it, and the devices no more
     than all that they get.
     """
-    different, number = source.copies
-    away = np.array([waits for _, waits in different])
+    away = source.away
     more, less = np.zeros(len(away)), np.zeros(len(away))
     for call, places in targets.items():
         held = _copies(request, call, source)
@@ -172,7 +190,7 @@ def longer_moves(request: PlanRequest, targets: Mapping[str, Sequence[Place]], s
                 seconds = spared / min(there.per_node, held.per_node) / there.nic
                 cards = np.maximum(cards, corrected(request, seconds, place))
         more, less = more + np.where(away, outside, inside), less + cards
-    return LongerMoves(more[number], less[number])
+    return LongerMoves(more[source.numbers], less[source.numbers])
 
 
 class Moves:
@@ -206,7 +224,7 @@ class Moves:
             between = (*key, here.shapes, there.shapes)
             if between not in self._between:
                 self._between[between] = _copy_seconds(self._request, move.target, here, there)
-            self._known[key] = self._between[between][np.ix_(here.copies[1], there.copies[1])]
+            self._known[key] = _of_options(self._between[between], here, there)
         return self._known[key]
 
     def _relation(self, source: DeviceMesh, target: DeviceMesh, group: int) -> tuple[int, ...]:

@@ -95,6 +95,10 @@ class Correction(Struct, frozen=True):
 Run = tuple[Layout, int, tuple[Recompute, Schedule, int]]  # what is computed, wherever the weights wait
 
 
+def run_of(candidate: CallOption) -> Run:
+    return candidate.layout, candidate.tokens, candidate.passes
+
+
 class Timed(Struct, frozen=True):
     """The common part of several candidates of one call on one mesh: seconds and bytes of a run, bytes of a copy,
     seconds for the inputs of so many data-parallel ranks, and seconds beside the run."""
@@ -122,7 +126,7 @@ def options_of(
     """
     known = Timed() if timed is None else timed
     layout, residency = candidate.layout, candidate.residency
-    key: Run = (layout, candidate.tokens, candidate.passes)
+    key = run_of(candidate)
     if key not in known.running:
         running, margin = running_bound(request, call, candidate, cluster)
         known.running[key] = running.total, margin
@@ -158,7 +162,7 @@ def _timings(
     if known.memory_only:
         yield Timing(1.0, 1.0), Timing(1.0, 1.0)
         return
-    key, ranks = (candidate.layout, candidate.tokens, candidate.passes), candidate.layout.dp
+    key, ranks = run_of(candidate), candidate.layout.dp
     if key not in known.timings:
         known.timings[key] = formula_timings(request, call, candidate, cluster, known)
     timings = known.timings[key]
@@ -217,7 +221,7 @@ def _stream_timings(
     request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster, known: Timed
 ) -> Iterator[Timing]:
     """Timings of all that may be in flight; careful ones for each of the things that may become of the caches."""
-    key: Run = (candidate.layout, candidate.tokens, candidate.passes)
+    key = run_of(candidate)
     if key not in known.cuts:
         setting, work = _setting(request, call, candidate, cluster), generate_work(request, call, candidate)
         known.cuts[key] = IntervalCuts(setting, work, request.workload.staleness)
