@@ -30,7 +30,7 @@ HOLD = Path(__file__).parent / "hold"
 def score(text: str, answer: str) -> float:
     while HOLD.exists():
         time.sleep(0.05)
-    time.sleep(0.01)
+    time.sleep(0.05)
     return quick(text, answer)
 """
 RUN = merged(
