@@ -201,7 +201,30 @@ def test_nothing_is_awaited_from_who_is_gone_nor_told_to_who_comes_after() -> No
         mail.take(data)
         return ""
 
-    new = Mail(7, arrive)
+    new = Mail(7, arrive, 2)
     new.send(0, "probe", b"new")
     assert mail.wait(7, "probe", 2) == b"new"
     assert all(b"never" not in data for data in sent)
+
+
+def test_a_message_of_a_new_process_may_come_before_the_word_that_it_is_there() -> None:
+    """As from a worker whose server fetches its weights alone: it awaits nothing before it answers."""
+    here, arrived = Mail(0, lambda to, data: ""), threading.Semaphore(0)
+
+    def arrive(to: int, data: bytes) -> str:
+        here.take(data)
+        arrived.release()
+        return ""
+
+    before, after = Mail(7, arrive, 1), Mail(7, arrive, 2)
+    here.join(7, 1)
+    before.send(0, "probe", b"never awaited")
+    after.send(0, "probe", b"new")
+    after.send(0, "weights", b"of the second")
+    assert all(arrived.acquire(timeout=10) for _ in range(3))
+    here.give_up(7)
+    here.join(7, 2)
+    before.send(0, "probe", b"late")
+    assert arrived.acquire(timeout=10)
+    assert here.wait(7, "probe", 2) == b"new"
+    assert here.wait(7, "weights", 2) == b"of the second"

@@ -116,7 +116,8 @@ class EngineReplacements:
                     keys = make_keys()
                     self._socket.replace_key(worker, keys.public)
                     first = len(engine) > 1 and worker == min(engine)
-                    await self._fleet.restart(replace(self._boots[worker], keys=keys, rendezvous=first))
+                    number = self._processes[engine]
+                    await self._fleet.restart(replace(self._boots[worker], keys=keys, process=number, rendezvous=first))
                 await self._shake_hands(engine)
         except (TimeoutError, NotReady, LaunchError, TransportError, OSError) as error:
             for worker in engine:

@@ -20,9 +20,11 @@ RETRY_SECONDS = 1.0
 
 
 class Letter(Struct, frozen=True, array_like=True):
-    """A message. number: of its sender's messages to this receiver, rising: one that is delivered twice counts once."""
+    """A message. process: of its sender in that worker's place, from 1 for one that stands for a lost one. number: of
+    the process's messages to this receiver, rising: one that is delivered twice counts once."""
 
     sender: int
+    process: int
     number: int
     subject: str
     data: bytes
@@ -32,14 +34,17 @@ _DECODER = msgspec.msgpack.Decoder(Letter)
 
 
 class Mail:
-    """One worker's, sent and received. Used from any thread. deposit: gives another worker bytes; returns why that has
-    failed, '' where it has not."""
+    """One worker's, sent and received. Used from any thread. process: this one's number in the worker's place. deposit:
+    gives another worker bytes; returns why that has failed, '' where it has not.
 
-    def __init__(self, worker: int, deposit: Callable[[int, bytes], str]) -> None:
-        self._worker, self._deposit = worker, deposit
+    A new process may send before this one learns of it (`join`): its messages wait until then.
+    """
+
+    def __init__(self, worker: int, deposit: Callable[[int, bytes], str], process: int = 0) -> None:
+        self._worker, self._deposit, self._process = worker, deposit, process
         self._changed = threading.Condition()  # holds all below
-        self._came: dict[tuple[int, str], deque[bytes]] = {}
-        self._newest: dict[int, int] = {}  # sender -> number
+        self._came: dict[tuple[int, int, str], deque[bytes]] = {}  # by sender, its process and subject
+        self._newest: dict[tuple[int, int], int] = {}  # sender, its process -> number
         self._n_sent: dict[int, int] = {}  # by receiver
         self._gone: set[int] = set()
         self._processes: Counter[int] = Counter()  # worker -> number of the process in its place
@@ -55,12 +60,11 @@ class Mail:
             self._changed.notify_all()
 
     def join(self, worker: int, process: int) -> None:
-        """A new process stands for a worker, by its number there, from 1; it has said nothing yet."""
+        """A new process stands for a worker, by its number there, from 1; what those before it sent is forgotten."""
         with self._changed:
             self._gone.discard(worker)
             self._processes[worker] = process
-            self._newest.pop(worker, None)
-            for key in [key for key in self._came if key[0] == worker]:
+            for key in [key for key in self._came if key[0] == worker and key[1] < process]:
                 del self._came[key]
 
     def _is(self, worker: int, process: int) -> bool:
@@ -74,7 +78,7 @@ class Mail:
             if to in self._gone or self._stop.is_set():
                 return
             number = self._n_sent[to] = self._n_sent.get(to, 0) + 1
-            letter = MARK + msgspec.msgpack.encode(Letter(self._worker, number, subject, data))
+            letter = MARK + msgspec.msgpack.encode(Letter(self._worker, self._process, number, subject, data))
             if to not in self._queues:
                 self._queues[to] = queue.SimpleQueue()
                 threading.Thread(target=self._deliver, args=(to, self._queues[to]), name="mail", daemon=True).start()
@@ -101,17 +105,20 @@ class Mail:
         """A message of another worker. Raises msgspec.MsgspecError for one that can't be read."""
         letter = _DECODER.decode(data[1:])
         with self._changed:
-            if letter.number > self._newest.get(letter.sender, 0):
-                self._newest[letter.sender] = letter.number
-                self._came.setdefault((letter.sender, letter.subject), deque()).append(letter.data)
-                self._changed.notify_all()
+            sender = letter.sender, letter.process
+            if letter.process < self._processes[letter.sender] or letter.number <= self._newest.get(sender, 0):
+                return
+            self._newest[sender] = letter.number
+            self._came.setdefault((*sender, letter.subject), deque()).append(letter.data)
+            self._changed.notify_all()
 
     def wait(self, sender: int, subject: str, process: int = 0) -> bytes | None:
         """The next message of a worker under a subject; None where that worker is gone, as the master says at its
         deadline. process: see `join`; 0: the first that was there."""
         with self._changed:
-            self._changed.wait_for(lambda: self._came.get((sender, subject)) or not self._is(sender, process))
-            came = self._came.get((sender, subject)) if self._is(sender, process) else None
+            key = sender, process, subject
+            self._changed.wait_for(lambda: self._came.get(key) or not self._is(sender, process))
+            came = self._came.get(key) if self._is(sender, process) else None
             return came.popleft() if came else None
 
     def close(self) -> None:

@@ -90,7 +90,7 @@ class Resources:
         self.store = Store()
         self.kept = KeptTokens()
         place = f"{host_id()}/{boot.node}"
-        self.mail = Mail(boot.worker, self.deposit)
+        self.mail = Mail(boot.worker, self.deposit, boot.process)
         self.plane = DataPlane(boot.worker, self.store, boot.keys, boot.interface, place, self._deposited)
         self.handover = WeightHandover(self.store, self._views, self.mail)
         self.peer: Peer = msgspec.structs.replace(self.plane.peer, apart=bool(boot.files))
