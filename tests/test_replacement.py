@@ -15,7 +15,7 @@ from realgraph.runtime.processes.launcher import WorkerBoot, WorkerProgram
 from realgraph.runtime.processes.local import LocalFleet, LocalLauncher
 from realgraph.runtime.replacement.engines import EngineReplacements, RunWorkers
 from realgraph.runtime.wire.curve import LOOPBACK, make_keys
-from realgraph.runtime.wire.protocol import Configure, Failed, Hello, Meet, Peer, Ready, Reply, Shutdown
+from realgraph.runtime.wire.protocol import Configure, Failed, Hello, Meet, Met, Peer, Ready, Reply, Shutdown
 from realgraph.runtime.wire.transport import MasterSocket, WorkerSocket
 from tests.shapes import Shape, job_of
 
@@ -56,6 +56,9 @@ async def serve(boot: WorkerBoot, how: list[str]) -> None:
             case Meet(peer=other, process=process):
                 with Path(boot.log).with_suffix(".met").open("a") as met:
                     met.write(f"{other.worker} {process} {other.local.removeprefix('process ')}\n")
+                while Path(boot.log).with_suffix(".busy").exists():
+                    await asyncio.sleep(0.02)
+                await socket.send(Met(boot.worker, other.worker, process))
             case _:
                 raise AssertionError(command)
 
@@ -96,7 +99,7 @@ class Run:
         while True:
             _, reply = await self.socket.receive()
             self.replies.append(reply)
-            if isinstance(reply, Hello | Ready | Failed):
+            if isinstance(reply, Hello | Ready | Met | Failed):
                 self.replacements.hear(reply)
 
     async def __aexit__(self, *error: object) -> None:
@@ -140,6 +143,29 @@ def test_a_new_process_knows_all_and_all_know_it(tmp_path: Path) -> None:
             assert [int(line[2]) for line in lines[1:]] == [pids[1], pids[0]]
             assert its.read(0, "peers") == f"(0,)  {pids[0]} {pids[1]} {pids[2]}"
             assert not its.replacements.ending
+            assert its.notes == []
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_new_process_gets_work_when_all_that_run_let_it_in(tmp_path: Path, ends: bool) -> None:
+    """Whoever ends meanwhile is not waited for."""
+
+    async def run() -> None:
+        (tmp_path / "2.busy").touch()
+        async with Run(tmp_path, limit=1) as its:
+            await its.lose(0)
+            await its.until(lambda: bool(its.read(1, "met")) and bool(its.read(2, "met")))
+            await asyncio.sleep(0.5)
+            assert not its.joined
+            if ends:
+                os.kill(its.fleet.handles[2].pid, signal.SIGKILL)
+                await its.fleet.wait_exit()
+            else:
+                (tmp_path / "2.busy").unlink()
+            await its.until(lambda: bool(its.joined))
+            assert its.joined == [EngineJoined((0,), 1)]
             assert its.notes == []
 
     asyncio.run(run())

@@ -24,7 +24,7 @@ from realgraph.runtime.commands.failures import doing_text, workers_text
 from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.master.event_log import DamagedLog, Diverged, LogStart, Replay, Replayed
 from realgraph.runtime.scheduler.image import SchedulerImage
-from realgraph.runtime.wire.protocol import Bye, Done, Failed, Generated, Heartbeat, Hello, Loaded, Ready
+from realgraph.runtime.wire.protocol import Bye, Done, Failed, Generated, Heartbeat, Hello, Loaded, Met, Ready
 from realgraph.screen.output import say
 
 
@@ -95,7 +95,7 @@ def event_text(event: Event) -> str:
             return "a deadline is reached"
         case StopRequested():
             return "the user asks for a stop"
-        case Hello() | Ready() | Heartbeat() | Bye():
+        case Hello() | Ready() | Met() | Heartbeat() | Bye():
             return f"{type(event).__name__} of worker {event.worker}"
 
 

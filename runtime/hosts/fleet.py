@@ -184,7 +184,8 @@ class HostsFleet:
         """See Fleet. Raises LaunchError where its host has left the run."""
         worker, host = boot.worker, self._host_of[boot.worker]
         assert worker not in self._running, f"worker {worker} has not ended"
-        self._boots[worker] = replace(self._boots[worker], keys=boot.keys, rendezvous=boot.rendezvous)
+        new = {"keys": boot.keys, "process": boot.process, "rendezvous": boot.rendezvous}
+        self._boots[worker] = replace(self._boots[worker], **new)
         self._lines.pop(worker, None)
         self._running.add(worker)  # before its end can be told
         if host.ended or not await self.tell(host, RestartWorker(self._boots[worker])):

@@ -22,7 +22,7 @@ from realgraph.runtime.job.rotation import older
 from realgraph.runtime.job.run_folder import private
 from realgraph.runtime.scheduler.image import SchedulerImage
 from realgraph.runtime.scheduler.scheduler import Scheduler
-from realgraph.runtime.wire.protocol import Bye, Done, Heartbeat, Hello, Ready, encode
+from realgraph.runtime.wire.protocol import Bye, Done, Heartbeat, Hello, Met, Ready, encode
 
 # version of LogStart and LoggedEvent; 3 knew no metrics by group, and no engines in the place of lost ones
 LOG_FORMAT = 4
@@ -95,7 +95,7 @@ class EventLog:
 
     def tell(self, event: Event | None, now: float, image: Callable[[], SchedulerImage]) -> None:
         """Log `event` (None: the start), which the Scheduler of `image` is told next. Raises OSError."""
-        if isinstance(event, Hello | Ready | Heartbeat | Bye):
+        if isinstance(event, Hello | Ready | Met | Heartbeat | Bye):
             return  # it leaves the Scheduler as it is
         if self._n_bytes >= max(self._most_bytes, 2 * self._start_bytes):
             self._rotate(image())

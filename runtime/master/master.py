@@ -57,7 +57,7 @@ from realgraph.runtime.processes.local import LocalLauncher
 from realgraph.runtime.processes.stacks import stacks_of, with_stacks
 from realgraph.runtime.replacement.engines import EngineReplacements, RunWorkers
 from realgraph.runtime.scheduler.scheduler import Scheduler
-from realgraph.runtime.wire.protocol import Bye, Done, Failed, Generated, Heartbeat, Hello, Loaded, Ready
+from realgraph.runtime.wire.protocol import Bye, Done, Failed, Generated, Heartbeat, Hello, Loaded, Met, Ready
 from realgraph.runtime.wire.sockets import TransportError
 
 GRACE_SECONDS = 10.0  # for workers to end by themselves after Shutdown
@@ -263,7 +263,7 @@ class Master:
                     await workers.fleet.kill(worker)  # one that is only silent must not wake up again
                 case Done() | Generated():
                     self._trace(event)
-                case Hello() | Ready() | Failed():
+                case Hello() | Ready() | Met() | Failed():
                     self._replacements.hear(event)
                 case Heartbeat() | Loaded() | Bye() | Tick() | WorkerLost() | EngineJoined() | StopRequested():
                     pass

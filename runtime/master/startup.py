@@ -22,6 +22,7 @@ from realgraph.runtime.wire.protocol import (
     Heartbeat,
     Hello,
     Loaded,
+    Met,
     Peer,
     Ready,
     Shutdown,
@@ -147,7 +148,7 @@ async def _shake_hands(workers: WorkerGroup, job: Job, resume: Path | None, miss
                 raise StartError(await _explained(workers, reply))
             case Heartbeat():
                 pass
-            case Loaded() | Generated() | Done() | Bye():
+            case Met() | Loaded() | Generated() | Done() | Bye():
                 text = f"worker {worker} sent {type(reply).__name__} before it was ready"
                 raise StartError(Failed(worker, "", text, "start"))
             case _:

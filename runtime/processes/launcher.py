@@ -24,8 +24,8 @@ class WorkerBoot(Struct, frozen=True):
     master_key: str  # and what key to expect there
     keys: KeyPair  # of this worker, for the master and for its peers
     log: str  # the file that it prints to, as its own host names it
-    process: int = 0  # its number in the worker's place: from 1 where it stands for a lost one
     threads: int = 1  # of one operation on a CPU; set through the environment before the worker runs
+    process: int = 0  # its number in the worker's place: from 1 where it stands for a lost one
     n_workers: int = 1
     node: int = 0  # of the plan's cluster: workers of one node share memory
     cpu: bool = False  # leave the host's GPUs alone

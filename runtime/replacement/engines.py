@@ -4,7 +4,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -17,7 +17,7 @@ from realgraph.runtime.job.job import Job
 from realgraph.runtime.processes.clock import time_limit
 from realgraph.runtime.processes.launcher import Fleet, LaunchError, WorkerBoot
 from realgraph.runtime.wire.curve import make_keys
-from realgraph.runtime.wire.protocol import Configure, Failed, Hello, Meet, Peer, Ready
+from realgraph.runtime.wire.protocol import Configure, Failed, Hello, Meet, Met, Peer, Ready
 from realgraph.runtime.wire.sockets import TransportError
 from realgraph.runtime.wire.transport import MasterSocket
 
@@ -53,6 +53,7 @@ class EngineReplacements:
         self._processes: Counter[tuple[int, ...]] = Counter()  # that were started in each place of an engine
         self._one = asyncio.Lock()  # at a time: whoever starts knows all that have
         self._heard: dict[int, asyncio.Queue[Hello | Ready | Failed]] = {}
+        self._unmet: set[Met] = set()  # answers that are awaited
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def lost(self, engine: tuple[int, ...]) -> None:
@@ -65,9 +66,11 @@ class EngineReplacements:
             task = asyncio.create_task(self._replace(engine))
             self._tasks.add(task)
 
-    def hear(self, reply: Hello | Ready | Failed) -> None:
-        """A message of a worker, which may be one that starts."""
-        if reply.worker in self._heard:
+    def hear(self, reply: Hello | Ready | Met | Failed) -> None:
+        """A message of a worker, which may be one that starts, or that has met one."""
+        if isinstance(reply, Met):
+            self._unmet.discard(reply)
+        elif reply.worker in self._heard:
             self._heard[reply.worker].put_nowait(reply)
 
     def check(self) -> None:
@@ -152,13 +155,24 @@ class EngineReplacements:
                 raise NotReady(reply.error)
             assert isinstance(reply, Ready), f"{type(reply).__name__} before Ready"
         self._peers.update(peers)
-        for other in sorted(self._fleet.running.difference(engine)):
+        await self._introduce([hello.peer for hello in hellos.values()], self._processes[engine])
+        self._all_run(engine)
+
+    async def _introduce(self, peers: Sequence[Peer], process: int) -> None:
+        """Return when all other workers that run know the new processes: they refuse strangers."""
+        new = {peer.worker for peer in peers}
+        self._unmet = {
+            Met(other, peer.worker, process) for other in self._fleet.running.difference(new) for peer in peers
+        }
+        for other in sorted({met.worker for met in self._unmet}):
             try:
-                for hello in hellos.values():
-                    await self._socket.send(other, Meet(hello.peer, self._processes[engine]))
+                for peer in peers:
+                    await self._socket.send(other, Meet(peer, process))
             except TransportError:
                 continue  # it has just ended, or is silent: its own loss is on its way
-        self._all_run(engine)
+        while any(met.worker in self._fleet.running for met in self._unmet):
+            await asyncio.sleep(LOOK_SECONDS)
+            self._all_run(new)
 
     async def _next(self, worker: int, engine: Sequence[int]) -> Hello | Ready | Failed:
         """The next message of a worker. Raises NotReady where there is none, or another of its engine has ended."""
@@ -169,7 +183,7 @@ class EngineReplacements:
             except TimeoutError:
                 self._all_run(engine)
 
-    def _all_run(self, engine: Sequence[int]) -> None:
+    def _all_run(self, engine: Collection[int]) -> None:
         for worker in engine:
             if worker not in self._fleet.running:
                 last = self._fleet.last_lines(worker, 1).strip()

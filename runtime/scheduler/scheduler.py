@@ -35,7 +35,7 @@ from realgraph.runtime.scheduler.placement import Batch
 from realgraph.runtime.scheduler.program import make_program
 from realgraph.runtime.scheduler.step_boundary import StepBoundary
 from realgraph.runtime.scheduler.steps import OpenSteps, summary
-from realgraph.runtime.wire.protocol import Bye, Done, Drop, Failed, Generated, Heartbeat, Hello, Loaded, Ready
+from realgraph.runtime.wire.protocol import Bye, Done, Drop, Failed, Generated, Heartbeat, Hello, Loaded, Met, Ready
 
 
 class Scheduler:
@@ -166,7 +166,7 @@ class Scheduler:
                 return self._tick(now)
             case StopRequested():
                 return self._stop() + self._pump(now)
-            case Hello() | Ready() | Heartbeat() | Bye():
+            case Hello() | Ready() | Met() | Heartbeat() | Bye():
                 return []  # the master's affair
             case _:
                 assert_never(event)

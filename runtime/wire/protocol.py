@@ -41,7 +41,7 @@ class Configure(_Message, frozen=True):
 
 
 class Meet(_Message, frozen=True):
-    """A new process stands for a worker that is gone: its store is here from now on. No answer."""
+    """A new process stands for a worker that is gone: its store is here from now on. Answer `Met`."""
 
     peer: Peer
     process: int  # its number in that place, from 1
@@ -358,13 +358,21 @@ class Failed(_Message, frozen=True):
     frames: tuple[str, ...] = ()  # lines for people about these stacks, where they have been looked at
 
 
+class Met(_Message, frozen=True):
+    """The worker has connected to the new process of a peer, and lets it in."""
+
+    worker: int
+    peer: int
+    process: int
+
+
 class Bye(_Message, frozen=True):
     """The worker has ended its work in order."""
 
     worker: int
 
 
-Reply = Hello | Ready | Heartbeat | Loaded | Generated | Done | Failed | Bye
+Reply = Hello | Ready | Met | Heartbeat | Loaded | Generated | Done | Failed | Bye
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode

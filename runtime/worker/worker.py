@@ -36,6 +36,7 @@ from realgraph.runtime.wire.protocol import (
     Keep,
     Load,
     Meet,
+    Met,
     Reallocate,
     Reply,
     Rescue,
@@ -157,6 +158,7 @@ class Worker:
                 self._ready.queue(command)
             case Meet(peer=peer, process=process):
                 self._here.meet(peer, process)
+                self._spawn(self._send(Met(self.number, peer.worker, process)))
             case Drop(groups=groups):
                 self._ready.drop(groups)
             case Rescue():
