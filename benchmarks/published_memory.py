@@ -54,7 +54,7 @@ def footprint(case: Case) -> Footprint:
 
 def _mixed(case: Case) -> Footprint:
     """Bytes that a pass adds, where some layers are computed again whole."""
-    some = _added(case, case.work.recompute)
+    some = _added(case, case.option.recompute)
     if not case.whole:
         return some
     every = _added(case, "full")
@@ -70,14 +70,14 @@ def margin_of(case: Case, quantile: float = QUANTILE) -> int:
 
 def regimes_of_case(case: Case) -> Iterator[Regime]:
     """The regimes of a configuration."""
-    return regimes_of(case.setting.model, case.setting.layout, case.work.sample_tokens)
+    return regimes_of(case.model, case.layout, case.request.workload.max_new_tokens)
 
 
 def groups_of(case: Case, *, known: bool = True) -> int:
     """Bytes of a configuration's communicators, beyond the first one. known: with what its own system tells."""
-    if not known or case.setting.engine.name != DEEPSPEED_2022.name:
-        return communicators(case.setting.layout).total
-    layout = case.setting.layout
+    if not known or case.engine.name != DEEPSPEED_2022.name:
+        return communicators(case.layout).total
+    layout = case.layout
     axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp))
     return COMMUNICATOR_BYTES * max(0, DEEPSPEED_COMMUNICATORS * axes - 1)
 
@@ -85,11 +85,11 @@ def groups_of(case: Case, *, known: bool = True) -> int:
 def fits(case: Case, *, known: bool = True) -> bool:
     """True where the bound of a configuration's peak is within what its devices have. known: see `groups_of`."""
     needed = footprint(case).total + groups_of(case, known=known) + margin_of(case)
-    return needed <= usable_bytes(case.setting.cluster)
+    return needed <= usable_bytes(case.request.cluster)
 
 
 def _added(case: Case, recompute: Recompute) -> Footprint:
-    setting, work = case.setting, case.work
+    setting, work = case.terms(case.option)
     model, role, layout, engine = setting.model, setting.role, setting.layout, setting.engine
     row = next(iter(case.rows.values()))
     running = Running(
@@ -99,7 +99,7 @@ def _added(case: Case, recompute: Recompute) -> Footprint:
         offloaded="AC=Offload" in row.notes,
         logit_bytes=logit_bytes_of(row),
         microbatches=microbatches(setting, work),
-        chunks=work.chunks if work.schedule == "interleaved" else 1,
+        chunks=work.chunks,
         score_bytes=SCORE_BYTES if engine.attention == "unfused" else 0,
         sample_tokens=round(work.sample_tokens),
         sequence_parallel=engine.sequence_parallel,
@@ -111,7 +111,7 @@ def _added(case: Case, recompute: Recompute) -> Footprint:
 
 def _states(case: Case, row: Row) -> Footprint:
     """Weights, gradients and optimizer as the row's engine keeps them."""
-    setting = case.setting
+    setting, _ = case.terms(case.option)
     model, role, layout = setting.model, setting.role, setting.layout
     distributed = setting.engine.distributed and _stage(row) > 0
     share = adapted_share(model, role, case.lora_rank) if case.lora_rank else 1.0
@@ -169,7 +169,7 @@ def predictions(case: Case) -> Iterator[Prediction]:
     """Peak memory where it was published, and for every configuration whether it fits."""
     row = next(iter(case.rows.values()))
     group = f"{row.source.split('@')[0].split(' L')[0]} | {row.model} | memory"
-    moe = case.setting.model.experts > 0
+    moe = case.model.experts > 0
     peak = peak_of(case)
     if peak is not None:
         unit = _unit(peak.row)
@@ -195,7 +195,7 @@ def peak_of(case: Case) -> Peak | None:
         measured=row.number("value") * _unit(row),
         predicted=held,
         varies=_mixed(case).total,
-        device_bytes=case.setting.cluster.memory_bytes,
+        device_bytes=case.request.cluster.memory_bytes,
         unknown=unknown,
     )
 

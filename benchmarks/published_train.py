@@ -8,19 +8,18 @@ from msgspec.structs import replace
 
 from benchmarks import published_memory
 from benchmarks.published import Prediction, Row
-from benchmarks.published_backends import DEEPSPEED_2022, FSDP_2023, MEGATRON_2022, eight_bit
-from benchmarks.published_case import Case
+from benchmarks.published_backends import DEEPSPEED_2022, FSDP_2023, MEGATRON_2022, in_eight_bits
+from benchmarks.published_case import Case, train_request
 from benchmarks.published_memory import fits, footprint, groups_of, margin_of
 from benchmarks.published_shapes import cluster_of, model_of
 from benchmarks.published_steps import written_seconds
-from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.backend import FSDP, MEGATRON, Backend
-from realgraph.planner.costs.compute.train import Recompute, TrainWork
+from realgraph.planner.costs.compute.train import Recompute
 from realgraph.planner.costs.memory.memory import usable_bytes
-from realgraph.planner.costs.setting import Setting
 from realgraph.planner.costs.spread import regimes_of
 from realgraph.planner.inputs.devices import EfficiencyFactors, device_kind
 from realgraph.planner.plan.layout import DeviceMesh, Layout, Stages
+from realgraph.planner.plan.option import CallOption
 
 ASYNC_TP = replace(FSDP, tp_overlap=0.3)  # products and tensor-parallel traffic in slices, in turn
 EIGHT_N = "hw_tflops_per_gpu"  # operations counted as 8 a parameter and token: with all layers computed again
@@ -143,24 +142,23 @@ def _case(group: dict[str, Row]) -> Case | str:
     if row.system == "torchtitan" and layout.pp > 1:
         micro = 1  # a local batch is cut into samples for the pipeline
     virtual = re.search(r"VP=(\d+)", row.notes)
-    work = TrainWork(
-        tokens=round(batch * length),
-        sample_tokens=length,
-        microbatch_tokens=-(-micro * length // layout.cp),
+    chunks = min(int(virtual[1]), model.layers // layout.pp) if virtual and layout.pp > 1 else 1
+    option = CallOption(
+        layout,
+        max_tokens_per_microbatch=-(-micro * length // layout.cp),
         recompute=recompute_of(row),
-        schedule="interleaved" if virtual and int(virtual[1]) > 1 else "1f1b",
-        chunks=max(1, int(virtual[1])) if virtual else 2,
-        imbalance=1.0,
+        schedule="interleaved" if chunks > 1 else "1f1b",
+        chunks=max(1, chunks),
     )
-    factors = factors_of(row, cluster.kind)
-    setting = Setting(model, ModelRole(dtype="bfloat16"), layout, cluster, factors, backend_of(row))
+    factors, engine = factors_of(row, cluster.kind), backend_of(row)
     if re.search(r"fp8|float8|fp4", row.notes.lower()):
-        setting = eight_bit(setting)
+        engine = in_eight_bits(engine, factors.fp8)
+    request = train_request(model, (cluster, factors), engine, (batch, length))
     # FSDP's selective recomputation: every second product is computed again, half-way to all
-    half = work.recompute == "selective" and setting.engine.name == FSDP.name
+    half = option.recompute == "selective" and engine.name == FSDP.name
     lora = re.search(r"LoRA r=(\d+)", row.notes)
     dealt = "experts in their order" in row.notes
-    case = Case(setting, work, group, 0.5 if half else 0.0, int(lora[1]) if lora else 0, dealt)
+    case = Case(request, option, group, 0.5 if half else 0.0, int(lora[1]) if lora else 0, dealt)
     return case if "Megatron" not in row.system or RECOMPUTE.search(row.notes.lower()) else _least_recompute(case)
 
 
@@ -170,8 +168,8 @@ def _least_recompute(case: Case) -> Case:
     Where attention and element-wise operations are not enough, as few whole layers as fit (Megatron-Core's
     recompute_num_layers).
     """
-    some, every = (replace(case, work=replace(case.work, recompute=way)) for way in ("selective", "full"))
-    room = usable_bytes(case.setting.cluster) - groups_of(case) - margin_of(some)
+    some, every = (replace(case, option=replace(case.option, recompute=way)) for way in ("selective", "full"))
+    room = usable_bytes(case.request.cluster) - groups_of(case) - margin_of(some)
     held, least = footprint(some).total, footprint(every).total
     if fits(case):
         return case
@@ -246,12 +244,13 @@ def recompute_of(row: Row) -> Recompute:
 def _as_unknown(case: Case) -> Case:
     """The case as that of a system that nobody has measured: without constants which its rows alone tell, the fabric of
     BLOOM's machine and the exposed traffic of llm-foundry's FSDP."""
-    row, setting = next(iter(case.rows.values())), case.setting
+    row, request = next(iter(case.rows.values())), case.request
     if "BLOOM" in row.system:
-        cluster = replace(setting.cluster, nic_bytes_per_s=JEAN_ZAY_WIRE_BYTES_PER_S)
-        return replace(case, setting=replace(setting, cluster=cluster))
+        cluster = replace(request.cluster, nic_bytes_per_s=JEAN_ZAY_WIRE_BYTES_PER_S)
+        return replace(case, request=replace(request, cluster=cluster))
     if "llm-foundry" in row.system:
-        return replace(case, setting=replace(setting, backend=replace(setting.engine, exposed=FSDP.exposed)))
+        engine = replace(request.engine, backend=replace(case.engine, exposed=FSDP.exposed))
+        return replace(case, request=replace(request, engine=engine))
     return case
 
 
@@ -260,16 +259,16 @@ def _seconds(case: Case, files: str = FILES_OF) -> float:
 
     files: the kind of device whose machine counts every tensor of a file.
     """
-    notes, seconds = next(iter(case.rows.values())).notes, case.seconds(case.work.recompute)
+    notes, seconds = next(iter(case.rows.values())).notes, case.seconds(case.option.recompute)
     if case.whole:
         seconds = (1 - case.whole) * seconds + case.whole * case.seconds("full")
-    if case.setting.engine.name == DEEPSPEED_2022.name and re.search(r"02-2[0-4]", notes):
+    if case.engine.name == DEEPSPEED_2022.name and re.search(r"02-2[0-4]", notes):
         seconds *= SLOW_NUMA
-    if footprint(case).total > CROWDED_SHARE * usable_bytes(case.setting.cluster):
+    if footprint(case).total > CROWDED_SHARE * usable_bytes(case.request.cluster):
         seconds *= CROWDED_SLOWDOWN
     if HANDS_OVER in notes:
         one = next(iter(case.rows.values()))
-        seconds += written_seconds(case.setting.model, case.lora_rank, each_tensor=one.gpu == files)
+        seconds += written_seconds(case.model, case.lora_rank, each_tensor=one.gpu == files)
     return seconds
 
 
@@ -283,8 +282,8 @@ def _speed(case: Case) -> Iterator[Prediction]:
     if predicted is None or measured <= 0:
         return
     unknown = _in_unit(case, row, _seconds(_as_unknown(case), files=""))
-    moe, family = case.setting.model.experts > 0, family_of(case.setting.engine)
-    regimes = tuple(regimes_of("train", case.setting.model, case.setting.layout))
+    moe, family = case.model.experts > 0, family_of(case.engine)
+    regimes = tuple(regimes_of("train", case.model, case.layout))
     yield Prediction(row, "train", group, measured, predicted, moe, family, _inferred(row), regimes, unknown=unknown)
 
 
@@ -301,13 +300,14 @@ def _inferred(row: Row) -> str:
 
 def _in_unit(case: Case, row: Row, seconds: float) -> float | None:
     """Seconds of a step as the row's metric and unit have it; None where the unit is not read."""
-    work, devices = case.work, case.setting.layout.mesh.n_devices
+    workload, devices = case.request.workload, case.layout.mesh.n_devices
+    tokens = workload.n_samples * workload.max_new_tokens
     if row.metric == "step_time":
         told = row.in_unit(seconds)
         return told if isinstance(told, float) else None
     if row.metric == EIGHT_N:
-        return 8 * case.setting.model.n_params() * work.tokens / seconds / devices / 1e12
+        return 8 * case.model.n_params() * tokens / seconds / devices / 1e12
     if not row.unit.startswith(("sample", "seq", "token")):
         return None
-    amount = work.tokens / work.sample_tokens if row.unit.startswith(("sample", "seq")) else work.tokens
+    amount = workload.n_samples if row.unit.startswith(("sample", "seq")) else tokens
     return amount / seconds / (devices if row.metric == "throughput_per_gpu" else 1)
