@@ -23,7 +23,7 @@ from realgraph.planner.inputs.devices import EfficiencyFactors
 from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.options.calls import setting_of, train_work
-from realgraph.planner.options.holdings import allocation_of
+from realgraph.planner.options.holdings import allocation_of, candidate_of, with_stages
 from realgraph.planner.plan.layout import Layout, Recompute
 from realgraph.planner.plan.option import CallOption
 from realgraph.planner.plan.plan import Allocation, Plan, Turn
@@ -90,6 +90,12 @@ def priced(request: PlanRequest, option: CallOption) -> Allocation:
     orders = {device: (Turn(TRAIN),) for device in option.layout.mesh.devices}
     plan = Plan({TRAIN: allocation_of(option)}, orders, hashes(roomy))
     return repriced(roomy, plan).allocations[TRAIN]
+
+
+def staged(request: PlanRequest, option: CallOption) -> CallOption:
+    """The option with the layers of its stages, as a plan has them."""
+    allocations = with_stages(request, {TRAIN: allocation_of(option)})
+    return candidate_of(request, allocations, TRAIN)
 
 
 def train_request(

@@ -8,12 +8,11 @@ from msgspec.structs import replace
 from benchmarks.published import Prediction, Row
 from benchmarks.published_adapters import adapted_share
 from benchmarks.published_backends import DEEPSPEED_2022
-from benchmarks.published_case import Case
-from benchmarks.published_spread import QUANTILE, Peak
+from benchmarks.published_case import TRAIN, Case
+from benchmarks.published_spread import Peak
 from realgraph.planner.costs.backend import FSDP
-from realgraph.planner.costs.compute.train import Recompute, microbatches
 from realgraph.planner.costs.memory.activations import COMBINED
-from realgraph.planner.costs.memory.margin import Regime, margin_bytes, regimes_of, spread_of
+from realgraph.planner.costs.memory.margin import Regime, regimes_of
 from realgraph.planner.costs.memory.memory import (
     COMMUNICATOR_BYTES,
     GPU_RUNTIME_BYTES,
@@ -24,10 +23,11 @@ from realgraph.planner.costs.memory.memory import (
     communicators,
     gathered,
     local_params,
-    train_activations,
-    trained_copy,
     usable_bytes,
 )
+from realgraph.planner.options.calls import microbatches_of
+from realgraph.planner.options.footprints import copy_of, running_bound
+from realgraph.planner.plan.option import CallOption
 
 FUSED = re.compile(r"Composer|Megatron|AutoModel")  # systems with norms and activation functions of one kernel each
 LIVE_LAYERS = 1.25  # layers' worth of tensors in a layer's backward pass, where gradients are freed as they are used
@@ -47,25 +47,37 @@ CACHED_SHARE = 0.06
 
 
 def footprint(case: Case) -> Footprint:
-    """Bytes of the fullest device of a configuration, the runtime's own aside."""
-    row = next(iter(case.rows.values()))
-    return _states(case, row) + _mixed(case)
+    """Bytes of the fullest device of a configuration, the runtime's own and communicators aside."""
+    return _states(case) + _added(case)
 
 
-def _mixed(case: Case) -> Footprint:
+def _added(case: Case) -> Footprint:
     """Bytes that a pass adds, where some layers are computed again whole."""
-    some = _added(case, case.option.recompute)
+    some = _planned(case, case.option)[0]
     if not case.whole:
         return some
-    every = _added(case, "full")
+    every = _planned(case, replace(case.option, recompute="full"))[0]
     return Footprint(
         *(round((1 - case.whole) * getattr(some, term) + case.whole * getattr(every, term)) for term in TERMS)
     )
 
 
-def margin_of(case: Case, quantile: float = QUANTILE) -> int:
+def _planned(case: Case, option: CallOption) -> tuple[Footprint, int]:
+    """Bytes that a pass adds and its margin, as the planner has them. Of weights that are not trained FSDP gathers no
+    gradients."""
+    added, margin = running_bound(case.request, TRAIN, option, case.request.cluster)
+    if not case.lora_rank:
+        return added, margin
+    frozen = gathered(case.model, case.request.role(TRAIN), case.layout, None)
+    return replace(added, weights=frozen.weights, gradients=frozen.gradients), margin
+
+
+def margin_of(case: Case) -> int:
     """Bytes by which the peak may lie above the prediction, as the planner has it."""
-    return margin_bytes(spread_of(regimes_of_case(case), _mixed(case), cpu=False), quantile)
+    some = _planned(case, case.option)[1]
+    if not case.whole:
+        return some
+    return round((1 - case.whole) * some + case.whole * _planned(case, replace(case.option, recompute="full"))[1])
 
 
 def regimes_of_case(case: Case) -> Iterator[Regime]:
@@ -88,42 +100,40 @@ def fits(case: Case, *, known: bool = True) -> bool:
     return needed <= usable_bytes(case.request.cluster)
 
 
-def _added(case: Case, recompute: Recompute) -> Footprint:
-    setting, work = case.terms(case.option)
-    model, role, layout, engine = setting.model, setting.role, setting.layout, setting.engine
-    row = next(iter(case.rows.values()))
-    running = Running(
-        recompute=recompute,
+def with_memory(case: Case) -> Case:
+    """The case whose engine keeps in memory what the row's system does."""
+    request, layout, row = case.request, case.layout, next(iter(case.rows.values()))
+    passes = Running(
         fused=layout.sharding == "replicated" or bool(FUSED.search(row.system)),
         live=LIVE_LAYERS,
         offloaded="AC=Offload" in row.notes,
         logit_bytes=logit_bytes_of(row),
-        microbatches=microbatches(setting, work),
-        chunks=work.chunks,
-        score_bytes=SCORE_BYTES if engine.attention == "unfused" else 0,
-        sample_tokens=round(work.sample_tokens),
-        sequence_parallel=engine.sequence_parallel,
-        combined=COMBINED_FLOAT32 if engine.name == FSDP.name and not case.dealt else COMBINED,
+        microbatches=microbatches_of(request, TRAIN, case.option, request.cluster),
+        score_bytes=SCORE_BYTES if case.engine.attention == "unfused" else 0,
+        sample_tokens=request.workload.max_new_tokens,
+        sequence_parallel=case.engine.sequence_parallel,
+        combined=COMBINED_FLOAT32 if case.engine.name == FSDP.name and not case.dealt else COMBINED,
     )
-    rows = train_activations(model, role, layout, work.microbatch_tokens, running)
-    return rows + gathered(model, role, layout, None if case.lora_rank else running)
+    states = StateShare(case.engine.distributed and _stage(row) > 0, _trained_share(case))
+    return replace(case, request=replace(request, engine=replace(request.engine, passes=passes, states=states)))
 
 
-def _states(case: Case, row: Row) -> Footprint:
-    """Weights, gradients and optimizer as the row's engine keeps them."""
-    setting, _ = case.terms(case.option)
-    model, role, layout = setting.model, setting.role, setting.layout
-    distributed = setting.engine.distributed and _stage(row) > 0
-    share = adapted_share(model, role, case.lora_rank) if case.lora_rank else 1.0
-    states = trained_copy(model, role, layout, StateShare(distributed, share))
+def _trained_share(case: Case) -> float:
+    return adapted_share(case.model, case.request.role(TRAIN), case.lora_rank) if case.lora_rank else 1.0
+
+
+def _states(case: Case) -> Footprint:
+    """Weights, gradients and optimizer: a request's, and as the row's engine keeps them."""
+    row, layout = next(iter(case.rows.values())), case.layout
+    states = copy_of(case.request, TRAIN, layout, case.request.cluster)
     if layout.sharding == "fsdp":
         kept = replace(states, gradients=states.gradients // 2)  # summed where the backward pass leaves them
         if layout.dp * layout.cp == 1:  # one device's shards are float32 masters too
-            whole = local_params(model, role, layout)
-            trained = round(share * whole)
+            whole = local_params(case.model, case.request.role(TRAIN), layout)
+            trained = round(_trained_share(case) * whole)
             kept = Footprint(weights=4 * whole, gradients=4 * trained, optimizer=8 * trained)
         return _halved(kept) if "states in bfloat16" in row.notes else kept
-    if setting.engine.name == DEEPSPEED_2022.name:
+    if case.engine.name == DEEPSPEED_2022.name:
         ours = states.gradients // 4
         copies = 0 if _gradient_bytes(row) > 2 else states.optimizer // 3  # a float32 shard while the optimizer steps
         return replace(
@@ -194,7 +204,7 @@ def peak_of(case: Case) -> Peak | None:
         regimes=tuple(regimes_of_case(case)),
         measured=row.number("value") * _unit(row),
         predicted=held,
-        varies=_mixed(case).total,
+        varies=_added(case).total,
         device_bytes=case.request.cluster.memory_bytes,
         unknown=unknown,
     )

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from benchmarks import published_memory
 from benchmarks.published import Prediction, Row
 from benchmarks.published_backends import DEEPSPEED_2022, FSDP_2023, MEGATRON_2022, in_eight_bits
-from benchmarks.published_case import Case, train_request
-from benchmarks.published_memory import fits, footprint, groups_of, margin_of
+from benchmarks.published_case import Case, staged, train_request
+from benchmarks.published_memory import fits, footprint, groups_of, margin_of, with_memory
 from benchmarks.published_shapes import cluster_of, model_of
 from benchmarks.published_steps import written_seconds
 from realgraph.planner.costs.backend import FSDP, MEGATRON, Backend
@@ -158,7 +158,8 @@ def _case(group: dict[str, Row]) -> Case | str:
     half = option.recompute == "selective" and engine.name == FSDP.name
     lora = re.search(r"LoRA r=(\d+)", row.notes)
     dealt = "experts in their order" in row.notes
-    case = Case(request, option, group, 0.5 if half else 0.0, int(lora[1]) if lora else 0, dealt)
+    whole, rank = 0.5 if half else 0.0, int(lora[1]) if lora else 0
+    case = with_memory(Case(request, staged(request, option), group, whole, rank, dealt))
     return case if "Megatron" not in row.system or RECOMPUTE.search(row.notes.lower()) else _least_recompute(case)
 
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from realgraph.graphs.spec import Generate, ModelRole, Train
 from realgraph.planner.costs.memory import margin, memory
 from realgraph.planner.costs.memory.margin import margin_bytes
-from realgraph.planner.costs.memory.memory import Footprint, Running
+from realgraph.planner.costs.memory.memory import Footprint, Running, StateShare
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.planner.options.calls import drops_copy, longest_part, sample_tokens, sized, stages_weights, stays_beside
@@ -45,7 +45,7 @@ def copy_of(request: PlanRequest, call: str, layout: Layout, cluster: Cluster) -
     that are replaced while they are in use."""
     kind, model, role = request.graph.calls[call], request.model(call), request.role(call)
     if isinstance(kind, Train):
-        return _trained(model, role, layout, cluster.is_cpu)
+        return _trained(model, role, layout, request.engine.states, cluster.is_cpu)
     copy = _frozen(model, role, layout, request.engine.serves(kind))
     return copy + Footprint(weights=copy.weights) if stages_weights(request, call, cluster) else copy
 
@@ -84,13 +84,9 @@ def _running(request: PlanRequest, call: str, candidate: CallOption) -> Footprin
     if isinstance(kind, Generate):
         return memory.generation(model, role, cut, candidate.tokens, request.engine.cache_bytes)
     tokens = max(candidate.tokens, longest_part(request, call, layout))
-    if isinstance(kind, Train):
-        rows = memory.train_activations(model, role, cut, tokens, running_of(candidate))
-    else:
-        rows = _forward(model, role, cut, tokens)
-    if layout.sharding == "replicated":
-        return rows
-    return rows + memory.gathered(model, role, layout, running_of(candidate) if isinstance(kind, Train) else None)
+    passes = running_of(request, candidate) if isinstance(kind, Train) else None
+    rows = memory.train_activations(model, role, cut, tokens, passes) if passes else _forward(model, role, cut, tokens)
+    return rows if layout.sharding == "replicated" else rows + memory.gathered(model, role, layout, passes)
 
 
 def spare_cache(request: PlanRequest, call: str, layout: Layout, tokens: int) -> Footprint:
@@ -99,9 +95,9 @@ def spare_cache(request: PlanRequest, call: str, layout: Layout, tokens: int) ->
     return Footprint(kv_cache=tokens * memory.cache_bytes_per_token(model, role, layout, request.engine.cache_bytes))
 
 
-def running_of(candidate: CallOption) -> Running:
-    """The same in the terms of memory: see `memory.train_activations`."""
-    return Running(candidate.recompute, chunks=candidate.chunks)
+def running_of(request: PlanRequest, candidate: CallOption) -> Running:
+    """The same of a train call in the terms of memory: see `memory.train_activations`."""
+    return replace(request.engine.passes, recompute=candidate.recompute, chunks=candidate.chunks)
 
 
 @lru_cache(maxsize=65536)
@@ -110,9 +106,9 @@ def _forward(model: ModelSpec, role: ModelRole, layout: Layout, tokens: int) -> 
 
 
 @lru_cache(maxsize=16384)
-def _trained(model: ModelSpec, role: ModelRole, layout: Layout, cpu: bool) -> Footprint:
+def _trained(model: ModelSpec, role: ModelRole, layout: Layout, share: StateShare, cpu: bool) -> Footprint:
     """A trained copy's states; on CPUs the rescue copies lie in the same memory."""
-    states = memory.trained_copy(model, role, layout)
+    states = memory.trained_copy(model, role, layout, share)
     return states + memory.rescue_copies(model, role, layout) if cpu else states
 
 

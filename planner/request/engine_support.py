@@ -12,6 +12,8 @@ from msgspec import Struct
 from realgraph.graphs.spec import Generate, ModelCall
 from realgraph.planner.costs.backend import Backend
 from realgraph.planner.costs.engine_overheads import NO_OVERHEADS, EngineOverheads
+from realgraph.planner.costs.memory.activations import PLAIN_PASSES, Running
+from realgraph.planner.costs.memory.memory import StateShare
 from realgraph.planner.costs.memory.terms import DType
 from realgraph.planner.plan.layout import Recompute, Schedule
 from realgraph.planner.plan.plan import Transport
@@ -48,6 +50,9 @@ class EngineSupport(Struct, frozen=True):
     # as the cost functions have them, of calls that train or infer, and of those that generate; None: by the layout
     backend: Backend | None = None
     generate_backend: Backend | None = None
+    # what is kept in memory, of calls that train: by a pass, recomputation and chunks aside, and of optimizer states
+    passes: Running = PLAIN_PASSES
+    states: StateShare = StateShare()
 
     def axes_of(self, *, generates: bool) -> tuple[Axis, ...]:
         """The axes of parallelism, besides dp, of a call."""
