@@ -3,7 +3,6 @@
 from msgspec.structs import replace
 
 from realgraph.planner.costs.backend import FSDP, Backend
-from realgraph.planner.costs.setting import Setting
 
 # FSDP of PyTorch 1.13 and 2.0: weights are views into flat buffers and not copied out; a rate limiter holds back the
 # gathers of later layers (arXiv:2304.11277, sec. 3.4). How much of the traffic shows was set with the speeds
@@ -31,11 +30,6 @@ MEGATRON_2022 = Backend(
 # The training of BLOOM (bigscience, train/tr11-176B-ml): kernels launched one by one (CUDA_LAUNCH_BLOCKING=1, against
 # hangs: about a hundred a layer at 15 us), and gradients all-reduced.
 DEEPSPEED_2022 = replace(MEGATRON_2022, name="deepspeed-2022", reduces_all=True, layer_seconds=1.5e-3)
-
-
-def eight_bit(setting: Setting, cache_bytes: int | None = None) -> Setting:
-    """The setting with layers' products in 8 bits, and where it serves weights of one byte and such a cache."""
-    return replace(setting, backend=in_eight_bits(setting.engine, setting.costs.fp8, cache_bytes))
 
 
 def in_eight_bits(engine: Backend, speedup: float, cache_bytes: int | None = None) -> Backend:

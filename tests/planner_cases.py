@@ -2,12 +2,16 @@
 
 from collections.abc import Iterable
 
+from msgspec.structs import replace
+
+from benchmarks.published_backends import in_eight_bits
 from realgraph.graphs.errors import Where
 from realgraph.graphs.graph import Edge, Graph, Key
 from realgraph.graphs.keys import KeyType
 from realgraph.graphs.maths import Loss
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, ModelRole, Train
 from realgraph.planner.costs.memory.memory import DType
+from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.cluster import Cluster, ClusterSpec, NodesSpec
 from realgraph.planner.inputs.detect import Probe, resolve
 from realgraph.planner.inputs.model_configs import known_models
@@ -106,3 +110,8 @@ def request(
         models=dict.fromkeys(algorithm.models, known(model)),
         pins=pins or {},
     )
+
+
+def eight_bit(setting: Setting, cache_bytes: int | None = None) -> Setting:
+    """The setting with layers' products in 8 bits, and where it serves weights of one byte and such a cache."""
+    return replace(setting, backend=in_eight_bits(setting.engine, setting.costs.fp8, cache_bytes))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from benchmarks.published_backends import DEEPSPEED_CHAT, ZERO3, eight_bit
+from benchmarks.published_backends import DEEPSPEED_CHAT, ZERO3
 from benchmarks.published_generation import generation
 from benchmarks.static_batches import batches, static_generate_seconds, static_occupancy, static_phases
 from realgraph.graphs.spec import ModelRole
@@ -25,7 +25,7 @@ from realgraph.planner.costs.setting import Setting
 from realgraph.planner.costs.windows import mean_context
 from realgraph.planner.inputs.devices import device_kinds
 from realgraph.planner.plan.layout import DeviceMesh, Layout
-from tests.planner_cases import cluster, known
+from tests.planner_cases import cluster, eight_bit, known
 
 BF16 = ModelRole(trainable=True, dtype="bfloat16")
 MODELS = (

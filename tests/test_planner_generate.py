@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from benchmarks.published_backends import eight_bit
 from benchmarks.published_generation import generation
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.generate.decode import EXPERT_HALF_COLUMNS, decode_seconds, decode_step
@@ -23,7 +22,7 @@ from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.devices import device_kind
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.plan.stages import head_layers
-from tests.planner_cases import cluster, known
+from tests.planner_cases import cluster, eight_bit, known
 
 BF16 = ModelRole(dtype="bfloat16")
 

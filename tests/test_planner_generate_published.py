@@ -4,14 +4,13 @@ import statistics
 
 import pytest
 
-from benchmarks.published_backends import eight_bit
 from benchmarks.published_generation import generation
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.generate.decode import cache_bytes_per_token
 from realgraph.planner.costs.generate.generate import GenerateWork
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.plan.layout import DeviceMesh, Layout
-from tests.planner_cases import cluster, known
+from tests.planner_cases import cluster, eight_bit, known
 
 # TensorRT-LLM v0.14, docs/source/performance/perf-overview.md, Llama 3.1: billions, kind, tp, fp8, prompt, response,
 # output tokens a second. All requests at once; a sequence's whole length is reserved in 99 % of the free memory.
