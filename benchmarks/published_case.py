@@ -68,19 +68,15 @@ class Case(Struct, frozen=True):
 
     def _beside(self, option: CallOption) -> float:
         """Seconds by which the routers and adapters of measurements differ from those that a request stands for."""
-        setting, work = self.terms(option)
+        request = self.request
+        setting = setting_of(request, TRAIN, option.layout, request.cluster, request.costs.factors)
+        work = train_work(request, TRAIN, option)
         return self._own_seconds(setting, replace(work, imbalance=BALANCED)) - train_seconds(setting, work)
 
     def _own_seconds(self, setting: Setting, work: TrainWork) -> float:
         if self.lora_rank:
             return adapted_train_seconds(setting, work, self.lora_rank)
         return dealt_train_seconds(setting, work) if self.dealt else train_seconds(setting, work)
-
-    def terms(self, option: CallOption) -> tuple[Setting, TrainWork]:
-        """The call in the terms of the cost functions."""
-        request = self.request
-        setting = setting_of(request, TRAIN, option.layout, request.cluster, request.costs.factors)
-        return setting, train_work(request, TRAIN, option)
 
 
 def priced(request: PlanRequest, option: CallOption) -> Allocation:
