@@ -83,7 +83,7 @@ def lose_engine(home: Path, running: Running, worker: int, by: signal.Signals = 
 
 
 def test_a_run_goes_on_without_an_engine_that_is_killed_and_ends_with_the_last(home: Path) -> None:
-    """Worker 0 goes first, which had the rendezvous of all groups; what is trained is audited sample by sample."""
+    """Worker 0 goes first, rank 0 of the group of all workers; what is trained is audited sample by sample."""
     (home / "slow.py").write_text(SLOW)
     running = start(home, "run", str(write_run(home, "loss", RUN)), name="loss", special=KEEPING)
     running.until_step(3)

@@ -102,7 +102,7 @@ HOSTS = ((0, 1), (2, 3))
 
 def attend(store: Store, pids: Sequence[int]) -> list[Attendance]:
     """Every worker's view, once all have arrived. Each stands for the process of its number."""
-    views = [Attendance(store, WORKERS, rank, HOSTS[rank // 2]) for rank in range(4)]
+    views = [Attendance(store, WORKERS, rank, HOSTS[rank // 2], WORKERS[0]) for rank in range(4)]
     for view, pid in zip(views, pids, strict=True):
         view.arrive(range(4))
         key = f"realgraph/0-1-2-3/{view.rank}"

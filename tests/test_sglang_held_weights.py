@@ -22,7 +22,7 @@ def test_weights_that_a_server_does_not_hold_as_it_was_given_them_are_found(
 ) -> None:
     """By itself where it is told to read them again, by another server, and by those that it held before."""
     with given(folder, tmp_path / "a") as (one, first), given(folder, tmp_path / "b") as (two, second):
-        words = UpdateWords(HashStore(), "rollout", SECONDS)
+        words = UpdateWords(HashStore(), "rollout", SECONDS, lambda worker: False)
         held = [HeldWeights(words, range(2), place) for place in range(2)]
         second.submit([Request(0, (5, 9, 2), 400, seed=0)])
         assert until(lambda: running(second), SECONDS)

@@ -24,6 +24,11 @@ def expendable_workers(graph: Graph, plan: Plan) -> frozenset[int]:
     return frozenset(worker for engine in expendable_engines(graph, plan) for worker in engine)
 
 
+def meeting_worker(graph: Graph, plan: Plan, n_workers: int) -> int:
+    """The worker in whose store all meet: the first that the run can't go on without."""
+    return min(set(range(n_workers)) - expendable_workers(graph, plan))
+
+
 def shares_tokens(graph: Graph, plan: Plan) -> bool:
     """True where engines tell each other what they have drawn, so that others go on from it. The experts that tokens
     went to do not travel with them."""

@@ -8,6 +8,7 @@ from typing import assert_never
 import msgspec
 
 from realgraph.runtime.commands.failures import workers_text
+from realgraph.runtime.job.engine_loss import meeting_worker
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.processes.clock import time_limit
@@ -74,6 +75,7 @@ class WorkerGroup:
 async def start_worker_group(job: Job, folder: RunFolder, launcher: Launcher) -> WorkerGroup:
     """Start one worker process per device, where the launcher says. Raises LaunchError."""
     n_workers = job.cluster.n_devices
+    opener = meeting_worker(job.graph, job.plan, n_workers)
     master, keys = make_keys(), {worker: make_keys() for worker in range(n_workers)}
     socket = MasterSocket(master, {worker: pair.public for worker, pair in keys.items()}, launcher.interface)
     boots = [
@@ -87,7 +89,7 @@ async def start_worker_group(job: Job, folder: RunFolder, launcher: Launcher) ->
             n_workers=n_workers,
             node=job.cluster.node_of(worker),
             cpu=job.cluster.is_cpu,
-            rendezvous=worker == 0,
+            rendezvous=worker == opener,
         )
         for worker in range(n_workers)
     ]
@@ -174,7 +176,7 @@ async def _configure(workers: WorkerGroup, job: Job, resume: Path | None, hellos
     command = Configure(
         job=msgspec.json.encode(job),
         peers=tuple(workers.peers.values()),
-        collective=hellos[min(hellos)].collective,
+        collective=next(hello.collective for hello in hellos.values() if hello.collective),
         resume=str(resume) if resume is not None else "",
     )
     await workers.socket.send_to_all(sorted(hellos), command)

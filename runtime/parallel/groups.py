@@ -59,6 +59,7 @@ class Member:
     interface: str = LOOPBACK
     apart: frozenset[int] = frozenset()
     engine: tuple[int, ...] = ()  # of one that stands for a lost engine: its workers, the only ones of its groups
+    opener: int = 0  # the worker in whose store they meet
 
     @property
     def host(self) -> str:
@@ -277,7 +278,8 @@ class Collectives:
         deadline = timedelta(seconds=member.timeout_seconds)
         open_before = listening_sockets()
         everybody = tuple(range(n_grouped))
-        self._attendance = Attendance(store, member.grouped, self._rank, [*filter(self._is_near, everybody)])
+        on_host = [*filter(self._is_near, everybody)]
+        self._attendance = Attendance(store, member.grouped, self._rank, on_host, member.opener)
         self._attendance.arrive(everybody)
         try:
             gloo = register_gloo(member.interface)

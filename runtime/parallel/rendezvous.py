@@ -143,10 +143,11 @@ def register_gloo(interface: str) -> str:
 
 class Attendance:
     """The processes of the workers that form groups, seen from one of them: who has come, and who of its host has
-    ended. workers: by their rank in the default group; rank: this one's; near: the ranks on this host."""
+    ended. workers: by their rank in the default group; rank: this one's; near: the ranks on this host. opener: the
+    worker whose store it is."""
 
-    def __init__(self, store: Store, workers: Sequence[int], rank: int, near: Collection[int]) -> None:
-        self.store, self.workers, self.rank = store, workers, rank
+    def __init__(self, store: Store, workers: Sequence[int], rank: int, near: Collection[int], opener: int) -> None:
+        self.store, self.workers, self.rank, self.opener = store, workers, rank, opener
         self._near = [peer for peer in near if peer != rank]
         self._handles: dict[int, int] = {}  # by rank
         self._gone: set[int] = set()  # before they could be watched
@@ -254,7 +255,7 @@ class RollCall:
         silent = set(self._ranks) - signs.of.keys()
         parts = [self._living()]
         if not signs.heard:
-            store = f"the store of worker {self._attendance.workers[0]}"
+            store = f"the store of worker {self._attendance.opener}"
             parts.append(f"what the others saw is not known: {store} {signs.lost or 'does not answer'}")
         elif silent and what in _OF_ALL and any(sign.late for sign in signs.of.values()):
             parts.append(f"{self._listed(silent)} gave no sign when the others met the deadline of {self._seconds:g} s")

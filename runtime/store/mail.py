@@ -67,6 +67,11 @@ class Mail:
             for key in [key for key in self._came if key[0] == worker and key[1] < process]:
                 del self._came[key]
 
+    def is_gone(self, worker: int) -> bool:
+        """True of a worker that was given up, and in whose place there is no other yet."""
+        with self._changed:
+            return worker in self._gone
+
     def _is(self, worker: int, process: int) -> bool:
         return worker not in self._gone and self._processes[worker] == process
 

@@ -31,6 +31,7 @@ from realgraph.runtime.rollout.weights.broadcast import (
     buckets_of,
 )
 from realgraph.runtime.rollout.weights.staged import StagedWeights, checksums_of
+from realgraph.runtime.store.mail import Mail
 from realgraph.runtime.weights.held import HeldWeights
 from realgraph.runtime.weights.movement import Between, Movement, role_path
 from realgraph.runtime.wire.protocol import ArrivedBytes, Reallocate
@@ -43,18 +44,20 @@ _NCCL = "import torch; print(*torch.cuda.nccl.version(), sep='.')"
 
 class ServedCall:
     """The servers of one generate call. The workers that train its role, and those that its servers are beside, make it
-    and use it alike. trained: the layout of the trained weights."""
+    and use it alike. trained: the layout of the trained weights. mail: knows which workers are gone."""
 
-    def __init__(self, job: Job, call: str, trained: Layout, collectives: Collectives, movement: Movement) -> None:
+    def __init__(
+        self, job: Job, call: str, trained: Layout, collectives: Collectives, movement: Movement, mail: Mail
+    ) -> None:
         self._job, self._call, self._trained, self._movement = job, call, trained, movement
         self._role, self._member = job.graph.role(call), collectives.member
         self._layout = layout = job.plan.allocations[call].layout
         self._heads = tuple(head_worker(layout, rank) for rank in range(layout.dp))  # each has a server
-        self._servers = Servers(layout.dp, layout.mesh.n_devices // layout.dp)
+        self._servers = Servers(self._heads, layout.mesh.n_devices // layout.dp)
         self._place = self._heads.index(self._member.worker) if self._member.worker in self._heads else None
         self._leader = trained.mesh.first  # of broadcasts
         seconds = job.runtime.start_seconds + job.runtime.min_deadline_seconds  # a server that has died starts anew
-        self._words = UpdateWords(collectives.store, call, seconds)
+        self._words = UpdateWords(collectives.store, call, seconds, mail.is_gone)
         self._backend: BackendName = "nccl" if collectives.member.device.type == "cuda" else "gloo"
         self._broadcasts = job.plan.reallocation_transport.get(call) == "device"
         self._update = 0

@@ -10,6 +10,7 @@ from realgraph.runtime.drawn.kept import KeptTokens
 from realgraph.runtime.drawn.sharing import GIVE_SECONDS
 from realgraph.runtime.files.client import FileClient
 from realgraph.runtime.files.paths import RemotePath, RunPath
+from realgraph.runtime.job.engine_loss import meeting_worker
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.parallel.groups import Collectives, Member
 from realgraph.runtime.parallel.rendezvous import open_rendezvous, reach_store
@@ -142,7 +143,8 @@ class Resources:
         store = reach_store(address, n_meeting, job.runtime.start_seconds) if n_meeting > 1 else None
         layouts = {allocation.layout for allocation in job.plan.allocations.values()}
         near = (self._hosts, self._interface, self._apart)
-        member = Member(self.worker, n_workers, self.device, ABANDONED_SECONDS, *near, engine)
+        opener = min(engine) if engine else meeting_worker(job.graph, job.plan, n_workers)
+        member = Member(self.worker, n_workers, self.device, ABANDONED_SECONDS, *near, engine, opener)
         self._collectives = Collectives(member, store, layouts)
         return self._collectives
 

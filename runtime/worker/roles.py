@@ -76,14 +76,14 @@ class Roles:
         # call -> its states, which come before it from host memory, and their bytes
         self._early: dict[str, tuple[ExitStack, int]] = {}
         role_copies = copies(job.graph, job.plan.allocations)
-        self._trained_layouts = {copy.role: copy.layout for copy in role_copies if copy.trained}
+        self._trained_layouts = trained = {copy.role: copy.layout for copy in role_copies if copy.trained}
         # call -> the calls that use its copy, which is given up after it
         self._dropped = dropped_copies(job.graph, job.plan.allocations, job.plan.staleness)
         # generate calls on servers, of a role that is trained
         self._served = {
-            name: ServedCall(job, name, self._trained_layouts[job.graph.role(name)], collectives, self._movement)
+            name: ServedCall(job, name, trained[job.graph.role(name)], collectives, self._movement, handover.mail)
             for name in job.graph.generates
-            if job.rollout.engine == SGLANG_KIND and job.graph.role(name) in self._trained_layouts
+            if job.rollout.engine == SGLANG_KIND and job.graph.role(name) in trained
             if not collectives.member.engine  # one that stands for a lost worker fetches what its server needs
         }
         # generate calls that read the weights of a train engine, on whatever workers

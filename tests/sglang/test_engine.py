@@ -34,7 +34,7 @@ N_NEW = 800
 N_UPDATES = 200
 LOAD = 4  # requests at any time
 LOAD_NEW = 100  # tokens of each
-SERVERS = Servers(1, 2)  # of broadcasts: one, of two ranks
+SERVERS = Servers((0,), 2)  # of broadcasts: one, of two ranks
 
 
 def server_of(engine: SglangEngine) -> int:
@@ -167,7 +167,7 @@ class Pair:
 def pair(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     home = tmp_path_factory.mktemp("pair")
     engine = opened(folders[0], home, tp=2)
-    words = UpdateWords(HashStore(), "rollout", START_SECONDS)
+    words = UpdateWords(HashStore(), "rollout", START_SECONDS, lambda worker: False)
     trainer = Trainer(words, "rollout", SERVERS, torch.device("cpu"))
     yield Pair(engine, words, trainer, StagedWeights(folders[0], engine.weight_specs(), home / "trainer"))
     assert engine.close(60.0)

@@ -1,10 +1,12 @@
 """Words between the trainer that broadcasts new weights and the workers of the servers that take them.
 
-They are keys of the store through which all workers of a run have met. Every wait ends with the word, with anybody's
-failure of that update, or at a deadline.
+They are keys of the store through which all workers of a run have met, of a worker without which there is no run. Every
+wait ends with the word, with anybody's failure of that update, with the end of the worker whose word it is, or at a
+deadline.
 """
 
 import time
+from collections.abc import Callable
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -18,22 +20,30 @@ class BroadcastFailed(Exception):
     """A broadcast that somebody has given up; the text says who and why."""
 
 
-class UpdateWords:
-    """The words of one generate call. seconds: that one may be waited for. From any thread."""
+class WorkerGone(BroadcastFailed):
+    """The worker whose word was awaited has ended."""
 
-    def __init__(self, store: Store, call: str, seconds: float) -> None:
-        self._store, self.seconds = PrefixStore(f"{SGLANG_KIND}/{call}", store), seconds
+
+class UpdateWords:
+    """The words of one generate call. seconds: that one may be waited for. is_gone: true of a worker that has ended,
+    without which the run goes on. From any thread."""
+
+    def __init__(self, store: Store, call: str, seconds: float, is_gone: Callable[[int], bool]) -> None:
+        self._store, self.seconds, self.is_gone = PrefixStore(f"{SGLANG_KIND}/{call}", store), seconds, is_gone
 
     def tell(self, update: int, word: str, value: str = "") -> None:
         """Say a word about an update, once."""
         self._store.set(f"{update}/{word}", value)
 
-    def hear(self, update: int, word: str, *, whatever_fails: bool = False) -> str:
-        """Wait for a word. whatever_fails: also of an update that somebody has given up. Raises BroadcastFailed."""
+    def hear(self, update: int, word: str, worker: int | None = None, *, whatever_fails: bool = False) -> str:
+        """Wait for a word. worker: whose it is, where the run can go on without that one. whatever_fails: also of an
+        update that somebody has given up. Raises BroadcastFailed, WorkerGone."""
         key, began, (pause, longest) = f"{update}/{word}", time.monotonic(), _LOOK_SECONDS
         while not self._store.check([key]):
             if not whatever_fails and (why := self.failure(update)) is not None:
                 raise BroadcastFailed(why)
+            if worker is not None and self.is_gone(worker):
+                raise WorkerGone(f"worker {worker}, which has a server, is gone")
             if time.monotonic() - began > self.seconds:
                 raise BroadcastFailed(f"nobody has said {word!r} of update {update} in {self.seconds:.0f} s")
             time.sleep(pause)

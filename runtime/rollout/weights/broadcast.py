@@ -5,6 +5,7 @@ The process group is the trainer's: rank 0, with the store that the others meet 
 alone. Weights go in buckets, each one flat tensor of bytes, out of the folder in which the trainer has gathered them.
 """
 
+import contextlib
 import logging
 import socket
 import threading
@@ -26,7 +27,7 @@ from torch.distributed.distributed_c10d import Backend, GroupName, ProcessGroup,
 from realgraph.runtime.engine import WeightSpec
 from realgraph.runtime.models.checkpoint_files import open_tensors
 from realgraph.runtime.parallel.rendezvous import LOOPBACK
-from realgraph.runtime.rollout.weights.agreement import BroadcastFailed, UpdateWords
+from realgraph.runtime.rollout.weights.agreement import BroadcastFailed, UpdateWords, WorkerGone
 from realgraph.runtime.wire.ports import listening_sockets, refuse_connections
 
 log = logging.getLogger(__name__)
@@ -50,9 +51,9 @@ class GroupAddress(Struct, frozen=True):
 
 
 class Servers(NamedTuple):
-    """The servers of a call: as many as places, each with so many ranks."""
+    """The servers of a call, each with so many ranks. workers: that head them, by the servers' places."""
 
-    n: int
+    workers: tuple[int, ...]
     ranks: int
 
     def offset(self, place: int) -> int:
@@ -62,7 +63,7 @@ class Servers(NamedTuple):
     @property
     def world(self) -> int:
         """All ranks, with the trainer's."""
-        return 1 + self.n * self.ranks
+        return 1 + len(self.workers) * self.ranks
 
 
 class Broadcast(NamedTuple):
@@ -95,8 +96,8 @@ def decode_group(text: str) -> GroupAddress:
 
 
 class Broadcaster:
-    """The trainer's end of one call's broadcasts. A server that fails does not hold it up: it leaves the group, and the
-    next update has another one."""
+    """The trainer's end of one call's broadcasts. A server that fails, or whose worker ends, does not hold it up: it
+    leaves the group, and the next update has another one."""
 
     def __init__(self, agreement: UpdateWords, call: str, servers: Servers, device: torch.device) -> None:
         self._agreement, self._call, self._servers, self._device = agreement, call, servers, device
@@ -117,14 +118,16 @@ class Broadcaster:
             log.warning("servers of %r read their weights from %s: no broadcast: %s", self._call, folder, error)
 
     def await_done(self, update: int) -> None:
-        """Wait for all servers to have the weights of an update, by whichever way. Raises BroadcastFailed."""
-        for place in range(self._servers.n):
-            self._agreement.hear(update, f"{DONE}{place}", whatever_fails=True)
+        """Wait for all servers that there are to have the weights of an update, by whichever way. Raises
+        BroadcastFailed."""
+        for place, worker in enumerate(self._servers.workers):
+            with contextlib.suppress(WorkerGone):
+                self._agreement.hear(update, f"{DONE}{place}", worker, whatever_fails=True)
 
     def _meet(self, update: int) -> None:
         """All servers are paused and wait for the weights, members of one group."""
         words = self._agreement
-        names = {words.hear(update, f"{READY}{place}") for place in range(self._servers.n)}
+        names = {words.hear(update, f"{READY}{place}", worker) for place, worker in enumerate(self._servers.workers)}
         if self._group is not None and names == {self._name}:
             words.tell(update, GROUP, msgspec.json.encode(GroupAddress(self._name, 0)).decode())
             return
@@ -162,6 +165,8 @@ class Broadcaster:
         while not work.is_completed():
             if (why := self._agreement.failure(update)) is not None:
                 raise BroadcastFailed(why)
+            if gone := [*filter(self._agreement.is_gone, self._servers.workers)]:
+                raise WorkerGone(f"worker {gone[0]}, which has a server, is gone")
             if time.monotonic() - began > GROUP_SECONDS:
                 raise BroadcastFailed(f"a bucket of {flat.nbytes} bytes has not gone in {GROUP_SECONDS:.0f} s")
             time.sleep(pause)
