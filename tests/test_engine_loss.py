@@ -9,9 +9,10 @@ from msgspec.structs import replace
 
 from realgraph.planner.plan.axes import coordinates_of, session_layout
 from realgraph.planner.plan.layout import DeviceMesh, Layout
-from realgraph.runtime.commands.actions import Checkpointed, EngineLost, EvalEnded
+from realgraph.runtime.commands.actions import Checkpointed, EngineLost, EvalEnded, Send
 from realgraph.runtime.job.engine_loss import expendable_engines, expendable_workers
 from realgraph.runtime.scheduler.scheduler import Scheduler
+from realgraph.runtime.wire.protocol import Forget
 from tests.generating import generating_graph
 from tests.resumed_runs import groups_of_steps
 from tests.schedulers import copied
@@ -68,6 +69,17 @@ def test_engines_die_at_random_moments_and_no_group_is_lost_or_trained_twice() -
     assert n_survived > 100
     assert n_moved > 200
     assert n_ended < n_survived
+
+
+def test_all_who_stay_are_told_of_each_worker_of_a_lost_engine() -> None:
+    """Those that it follows as well as its head: a trainer may wait for any of them."""
+    simulator = Simulator(Shape(n_workers=16, split=True, staleness=1, tp=2, steps=50), random.Random(2))
+    simulator.run(3)
+    simulator.lose(3)
+    assert simulator.halt is None
+    sent = [one for one in simulator.actions if isinstance(one, Send)]
+    told = {(one.worker, one.command.worker) for one in sent if isinstance(one.command, Forget)}
+    assert told == {(other, lost) for other in range(16) if other not in (2, 3) for lost in (2, 3)}
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -128,7 +128,8 @@ class EngineLosses:
         n_moved = sum(len(groups) for groups in moved.values())
         text = f"worker {worker} was lost: {reason}. The run goes on with {self.n_engines} of {self._n_all} engines: "
         text += f"{n_moved} of its prompt groups go on there with their tokens, {n_again} are made again"
-        news = [action for head in heads for action in (*self._forget(head), *self._keep(head))]
+        news = [action for one in engine for action in self._forget(one)]
+        news += [action for head in heads for action in self._keep(head)]
         return [EngineLost(engine, text), *self.go_on(moved, now), *news], ended
 
     def _without(self, worker: int) -> list[Task]:
