@@ -164,14 +164,28 @@ def promise_of(job: Job) -> Promise:
 
 def judge_run(folder: Path) -> Judgement:
     """The record in a run directory. Raises OSError, msgspec.DecodeError."""
+    job = msgspec.json.decode(RunFolder(folder).job.read_bytes(), type=Job)
+    return judge(*_read(folder), promise_of(job))
+
+
+def trained_groups(folder: Path) -> dict[int, list[int]]:
+    """The prompt groups that each step of a run has trained, ascending, by the record in its directory. Raises OSError,
+    msgspec.DecodeError."""
+    records, starts = _read(folder)
+    found: dict[int, set[int]] = {}
+    for record in records:
+        if not _repeated(record, starts):
+            found.setdefault(record.step, set()).update(group_of(sample.sample) for sample in record.samples)
+    return {step: sorted(groups) for step, groups in found.items()}
+
+
+def _read(folder: Path) -> tuple[list[AuditRecord], list[Start]]:
     run = RunFolder(folder)
-    job = msgspec.json.decode(run.job.read_bytes(), type=Job)
     decode = msgspec.json.Decoder(AuditRecord).decode
     files = sorted(run.audit.glob("worker-*.jsonl"))
     records = [decode(line) for file in files for line in file.read_bytes().splitlines()]
     lines = [msgspec.json.decode(line) for line in run.metrics.read_bytes().splitlines()]
-    starts = [Start(line["time"], line["first_step"]) for line in lines if line["type"] == "start"]
-    return judge(records, starts, promise_of(job))
+    return records, [Start(line["time"], line["first_step"]) for line in lines if line["type"] == "start"]
 
 
 def main(folder: str) -> int:

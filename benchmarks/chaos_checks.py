@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.audit import judge_run
+from benchmarks.audit import judge_run, trained_groups
 from benchmarks.chaos_faults import INTERRUPTS, Fault, codes
 from benchmarks.chaos_settings import GROUPS, N_TRAIN, SAMPLES, Setting
 from realgraph.graphs.spec import Train
@@ -34,7 +34,8 @@ class Trained:
 
 
 def trained(home: Path, setting: Setting) -> Trained:
-    """Read it from a run's directory and from what its function over batches has noted."""
+    """Read it from a run's directory. Where losses were not audited, groups are those that its function over batches
+    has noted; it may have noted a batch that was then taken apart, as an engine was lost."""
     folder, steps = home / "run", int(setting.run()["steps"])
     last = folder / f"checkpoints/step-{steps:06d}"
     state = json.loads((last / "state.json").read_text()) if (last / "state.json").is_file() else {}
@@ -43,12 +44,13 @@ def trained(home: Path, setting: Setting) -> Trained:
     evals = {record["step"]: record["metrics"] for record in records(folder, "eval")}
     found = Trained(numbers(folder), {}, evals, state, sums)
     if (folder / "audit").is_dir():
-        found.audit = judge_run(folder).problems
-    found.groups = _groups(home, found.problems)
+        found.audit, found.groups = judge_run(folder).problems, trained_groups(folder)
+    else:
+        found.groups = _noted_groups(home, found.problems)
     return found
 
 
-def _groups(home: Path, problems: list[str]) -> dict[int, list[int]]:
+def _noted_groups(home: Path, problems: list[str]) -> dict[int, list[int]]:
     """step -> its groups. A later start of the run repeats the steps from where it goes on."""
     group_of = {int(row): group for group, row in enumerate(permutation(N_TRAIN, BASE["seed"], 0))}
     lines = [json.loads(line) for line in (home / "trained.jsonl").read_text().splitlines()]
