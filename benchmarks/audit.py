@@ -47,11 +47,13 @@ class Start(Struct, frozen=True):
 
 class Judgement(Struct, frozen=True):
     """problems: a line for each broken promise. ages: of the tokens that losses used, by call: age in steps -> tokens;
-    left_out: of the others, for their age, with their pair, or since their sample had no part in the loss at all."""
+    left_out: of the others, for their age, with their pair, or since their sample had no part in the loss at all.
+    groups: that were trained, ascending, by step."""
 
     problems: tuple[str, ...]
     ages: dict[str, dict[int, int]]
     left_out: dict[str, dict[int, int]]
+    groups: dict[int, list[int]]
 
 
 def judge(records: Sequence[AuditRecord], starts: Sequence[Start], promise: Promise) -> Judgement:
@@ -60,13 +62,16 @@ def judge(records: Sequence[AuditRecord], starts: Sequence[Start], promise: Prom
     problems = [text for record in valid for text in _wrong_ages(record, promise)]
     ages: dict[str, Counter[int]] = {call: Counter() for call in promise.epochs}
     left_out: dict[str, Counter[int]] = {call: Counter() for call in promise.epochs}
+    groups: dict[int, set[int]] = {}
     for record in valid:
+        groups.setdefault(record.step, set()).update(group_of(sample.sample) for sample in record.samples)
         for sample in record.samples:
             for span in sample.spans:
                 counts = ages if span.used else left_out
                 counts[record.call][_age(record, span.version, promise)] += span.n_tokens
     problems += _wrong_counts(valid, promise)
-    return Judgement(tuple(problems), _plain(ages), _plain(left_out))
+    trained = {step: sorted(found) for step, found in groups.items()}
+    return Judgement(tuple(problems), _plain(ages), _plain(left_out), trained)
 
 
 def _plain(counts: dict[str, Counter[int]]) -> dict[str, dict[int, int]]:
@@ -164,28 +169,14 @@ def promise_of(job: Job) -> Promise:
 
 def judge_run(folder: Path) -> Judgement:
     """The record in a run directory. Raises OSError, msgspec.DecodeError."""
-    job = msgspec.json.decode(RunFolder(folder).job.read_bytes(), type=Job)
-    return judge(*_read(folder), promise_of(job))
-
-
-def trained_groups(folder: Path) -> dict[int, list[int]]:
-    """The prompt groups that each step of a run has trained, ascending, by the record in its directory. Raises OSError,
-    msgspec.DecodeError."""
-    records, starts = _read(folder)
-    found: dict[int, set[int]] = {}
-    for record in records:
-        if not _repeated(record, starts):
-            found.setdefault(record.step, set()).update(group_of(sample.sample) for sample in record.samples)
-    return {step: sorted(groups) for step, groups in found.items()}
-
-
-def _read(folder: Path) -> tuple[list[AuditRecord], list[Start]]:
     run = RunFolder(folder)
+    job = msgspec.json.decode(run.job.read_bytes(), type=Job)
     decode = msgspec.json.Decoder(AuditRecord).decode
     files = sorted(run.audit.glob("worker-*.jsonl"))
     records = [decode(line) for file in files for line in file.read_bytes().splitlines()]
     lines = [msgspec.json.decode(line) for line in run.metrics.read_bytes().splitlines()]
-    return records, [Start(line["time"], line["first_step"]) for line in lines if line["type"] == "start"]
+    starts = [Start(line["time"], line["first_step"]) for line in lines if line["type"] == "start"]
+    return judge(records, starts, promise_of(job))
 
 
 def main(folder: str) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.audit import judge_run, trained_groups
+from benchmarks.audit import judge_run
 from benchmarks.chaos_faults import INTERRUPTS, Fault, codes
 from benchmarks.chaos_settings import GROUPS, N_TRAIN, SAMPLES, Setting
 from realgraph.graphs.spec import Train
@@ -44,7 +44,8 @@ def trained(home: Path, setting: Setting) -> Trained:
     evals = {record["step"]: record["metrics"] for record in records(folder, "eval")}
     found = Trained(numbers(folder), {}, evals, state, sums)
     if (folder / "audit").is_dir():
-        found.audit, found.groups = judge_run(folder).problems, trained_groups(folder)
+        judged = judge_run(folder)
+        found.audit, found.groups = judged.problems, judged.groups
     else:
         found.groups = _noted_groups(home, found.problems)
     return found

@@ -17,6 +17,7 @@ from realgraph.graphs.maths import Loss, PairMean, Preference
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.engine import TrainOptions
 from realgraph.runtime.job.audit import AuditRecord, AuditSample, AuditSpan
+from realgraph.runtime.job.sample_ids import sample_id
 from realgraph.runtime.train.passes import AGES_TOLD
 from realgraph.runtime.wire.protocol import Metric
 from tests import tiny
@@ -78,6 +79,15 @@ BROKEN: dict[str, tuple[Callable[[list[AuditSample]], list[AuditSample]], str]] 
 
 def judged(records: Records, starts: tuple[Start, ...] = ()) -> Judgement:
     return judge(records, starts, PROMISE)
+
+
+def test_the_groups_of_a_step_are_those_that_its_last_making_has_met() -> None:
+    def record(step: int, worker: int, time: float, *groups: int) -> AuditRecord:
+        samples = tuple(AuditSample(sample_id(group, place), 0, ()) for group in groups for place in (0, 1))
+        return AuditRecord("train", step, step, worker, time, samples)
+
+    records = [record(0, 0, 1.0, 5, 0), record(0, 1, 1.0, 1), record(1, 0, 2.0, 2), record(1, 0, 4.0, 3)]
+    assert judged(records, (Start(0.0, 0), Start(3.0, 1))).groups == {0: [0, 1, 5], 1: [3]}
 
 
 @pytest.mark.parametrize("seed", range(5))

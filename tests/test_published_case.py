@@ -24,6 +24,16 @@ COMMON = {
     "global_batch": "256",
     "micro_batch": "1",
 }
+MEGATRON = {
+    "system": "Megatron-LM",
+    "model": "Llama 2 70B",
+    "gpu": "H100-80GB",
+    "n_gpus": "64",
+    "tp": "4",
+    "pp": "4",
+    "dp": "4",
+    "notes": "selective recompute",
+}
 ROWS = {
     "fsdp": {"system": "torchtitan", "model": "Llama-3-8B", "gpu": "H100-80GB", "n_gpus": "64", "tp": "1", "dp": "64"},
     "recomputed": {
@@ -35,31 +45,13 @@ ROWS = {
         "dp": "8",
         "notes": "act-ckpt=true",
     },
-    "stages": {
-        "system": "Megatron-LM",
-        "model": "Llama 2 70B",
-        "gpu": "H100-80GB",
-        "n_gpus": "64",
-        "tp": "4",
-        "pp": "4",
-        "dp": "4",
-        "notes": "selective recompute",
-    },
-    "interleaved": {
-        "system": "Megatron-LM",
-        "model": "Llama 2 70B",
-        "gpu": "H100-80GB",
-        "n_gpus": "64",
-        "tp": "4",
-        "pp": "4",
-        "dp": "4",
-        "notes": "selective recompute; VP=5",
-    },
+    "stages": MEGATRON,
+    "interleaved": {**MEGATRON, "notes": "selective recompute; VP=5"},
 }
 
 
-def case_of(name: str, **changes: str) -> Case:
-    row = replace(Row(*[""] * len(Row.__struct_fields__)), **{**COMMON, **ROWS[name], **changes})
+def case_of(name: str) -> Case:
+    row = replace(Row(*[""] * len(Row.__struct_fields__)), **{**COMMON, **ROWS[name]})
     (case,) = cases([row])
     return case
 

@@ -6,7 +6,7 @@ deadline.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -29,7 +29,7 @@ class UpdateWords:
     without which the run goes on. From any thread."""
 
     def __init__(self, store: Store, call: str, seconds: float, is_gone: Callable[[int], bool]) -> None:
-        self._store, self.seconds, self.is_gone = PrefixStore(f"{SGLANG_KIND}/{call}", store), seconds, is_gone
+        self._store, self.seconds, self._is_gone = PrefixStore(f"{SGLANG_KIND}/{call}", store), seconds, is_gone
 
     def tell(self, update: int, word: str, value: str = "") -> None:
         """Say a word about an update, once."""
@@ -42,13 +42,17 @@ class UpdateWords:
         while not self._store.check([key]):
             if not whatever_fails and (why := self.failure(update)) is not None:
                 raise BroadcastFailed(why)
-            if worker is not None and self.is_gone(worker):
-                raise WorkerGone(f"worker {worker}, which has a server, is gone")
+            self.check_there(() if worker is None else (worker,))
             if time.monotonic() - began > self.seconds:
                 raise BroadcastFailed(f"nobody has said {word!r} of update {update} in {self.seconds:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, longest)
         return self._store.get(key).decode()
+
+    def check_there(self, workers: Iterable[int]) -> None:
+        """Raise WorkerGone for the first of these workers that is gone, if any."""
+        for worker in filter(self._is_gone, workers):
+            raise WorkerGone(f"worker {worker}, which has a server, is gone")
 
     def said(self, update: int, word: str) -> str | None:
         """A word that somebody has told; None where nobody has."""

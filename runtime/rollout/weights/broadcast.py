@@ -165,8 +165,7 @@ class Broadcaster:
         while not work.is_completed():
             if (why := self._agreement.failure(update)) is not None:
                 raise BroadcastFailed(why)
-            if gone := [*filter(self._agreement.is_gone, self._servers.workers)]:
-                raise WorkerGone(f"worker {gone[0]}, which has a server, is gone")
+            self._agreement.check_there(self._servers.workers)
             if time.monotonic() - began > GROUP_SECONDS:
                 raise BroadcastFailed(f"a bucket of {flat.nbytes} bytes has not gone in {GROUP_SECONDS:.0f} s")
             time.sleep(pause)
