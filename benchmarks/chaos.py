@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos_checks import Trained, judge_end, judge_whole, trained
+from benchmarks.chaos_checks import Trained, error_lines, judge_end, judge_whole, trained
 from benchmarks.chaos_engines import EngineFault
 from benchmarks.chaos_faults import (
     INSIDE,
@@ -68,6 +68,7 @@ class Case:
     ages: dict[str, int] = field(default_factory=dict)  # steps by the age of their oldest sample
     dropped: int = 0
     masked: int = 0  # steps in which tokens were masked for their age
+    ended_by: str = ""  # the error that the run ended with
 
 
 class Broken(Exception):
@@ -203,6 +204,7 @@ def _end(case: Case, place: Place, process: Process, held: Traces) -> None:
     if code is None:
         raise Broken(f"the run has not ended within {END_SECONDS:g} s")
     case.code = code
+    case.ended_by = " ".join(error_lines(place.output()))
     case.broken += judge_end(case.fault, code, place.output(), place.folder)
     try:
         held.gone()

@@ -110,7 +110,7 @@ def judge_end(fault: Fault, code: int, output: str, folder: Path) -> list[str]:
         problems.append(f"exit code {code}, expected one of {sorted(codes(fault))}")
     if "Traceback" in output.partition("details could not be written")[0]:
         problems.append("a traceback on the terminal")
-    errors = re.findall(r"^error: .*$", output, re.MULTILINE)
+    errors = error_lines(output)
     if (code == 3) != (len(errors) == 1):
         problems.append(f"{len(errors)} error lines at exit code {code}: {errors}")
     done = max((record["step"] + 1 for record in records(folder)), default=0)
@@ -118,6 +118,11 @@ def judge_end(fault: Fault, code: int, output: str, folder: Path) -> list[str]:
     if saves(fault, code, folder) and saved != done:
         problems.append(f"{done} steps were whole, the newest checkpoint has {saved}")
     return problems
+
+
+def error_lines(output: str) -> list[str]:
+    """The errors that a run has written to the terminal."""
+    return re.findall(r"^error: .*$", output, re.MULTILINE)
 
 
 def saves(fault: Fault, code: int, folder: Path) -> bool:

@@ -1,7 +1,7 @@
 """The fake workers of the simulator: what each holds, and everything that a real worker refuses. Decides nothing."""
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from realgraph.graphs.spec import Advantage, Generate, Inference, Train
@@ -10,7 +10,7 @@ from realgraph.runtime.job.engine_loss import shares_tokens
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.sample_ids import group_of, sample_ids
 from realgraph.runtime.scheduler.program import ranks_of
-from realgraph.runtime.wire.protocol import NOBODY, Evaluate, Execute, Reallocate, SampleSource, Submit
+from realgraph.runtime.wire.protocol import NOBODY, Evaluate, Execute, Prefetch, Reallocate, SampleSource, Submit
 
 
 @dataclass
@@ -57,6 +57,7 @@ class Workers:
         self.gone: set[int] = set()
         self.joined: Counter[int] = Counter()  # that have been gone, by how often
         self.generate = next(iter(self.graph.generates), "")  # the call that makes the samples of a group
+        self.fetched: dict[tuple[int, str, int], set[tuple[str, int]]] = {}  # (worker, call, step) -> (key, sample)
         self.engines = {name: {rank[0] for rank in ranks_of(self.layouts[name])} for name in self.graph.generates}
 
     def held_version(self, number: int, call: str) -> int:
@@ -158,7 +159,8 @@ class Workers:
         call, role = self.graph.calls[command.call], self.graph.role(command.call)
         assert not isinstance(call, Generate), f"{command.call!r} is not for an engine"
         samples = {sample for share in command.shares for sample in share}
-        self.check_sources(command.call, command.sources, samples)
+        fetched = self.fetched.pop((number, command.call, command.step), set())
+        self.check_sources(command.call, command.sources, samples, fetched)
         if isinstance(call, Advantage | Inference):
             assert len(command.shares) == 1
         if not isinstance(call, Inference | Train):
@@ -172,11 +174,26 @@ class Workers:
             assert step == command.step, f"{command.call} of step {command.step} on the weights of step {step}"
             assert ordinal == (trains.index(command.call) if isinstance(call, Train) else 0)
 
+    def prefetch(self, number: int, command: Prefetch) -> None:
+        """Inputs that a worker gathers for a call to come lie where the command says."""
+        named = {(key, sample) for source in command.sources for key in source.keys for sample in source.samples}
+        assert command.call in self.layouts or isinstance(self.graph.calls[command.call], Advantage)
+        assert {key for key, _ in named} <= set(self.graph.reads[command.call])
+        for source in command.sources:
+            self.check_source(command.call, source)
+        self.fetched[number, command.call, command.step] = named
+
     def check_sources(
-        self, call: str, sources: Sequence[SampleSource], samples: set[int], *, read: bool = False
+        self,
+        call: str,
+        sources: Sequence[SampleSource],
+        samples: set[int],
+        fetched: Container[tuple[str, int]] = (),
+        *,
+        read: bool = False,
     ) -> None:
-        """Every key of every sample is named once, and lies where the command for `call` says. read: or lay there, on
-        a worker that is, or has been, gone since."""
+        """Every key of every sample is named once, and lies where the command for `call` says, or was fetched. read: or
+        lay there, on a worker that is, or has been, gone since."""
         wanted = {(key, sample) for key in self.graph.reads[call] for sample in samples}
         named: set[tuple[str, int]] = set()
         for source in sources:
@@ -185,8 +202,13 @@ class Workers:
             named |= here
             if read and source.worker in self.gone | self.joined.keys():
                 continue
-            assert source.worker not in self.gone, f"{call} would read from a worker that is gone"
-            store = self.all[source.worker].store
-            missing = [(key, sample) for key, sample in here if sample not in store[key]]
-            assert not missing, f"{call}: not on worker {source.worker}: {missing}"
+            if not all(one in fetched for one in here):
+                self.check_source(call, source)
         assert named == wanted
+
+    def check_source(self, call: str, source: SampleSource) -> None:
+        """A worker that is there, and has what is wanted of it."""
+        assert source.worker not in self.gone, f"{call} would read from a worker that is gone"
+        store = self.all[source.worker].store
+        missing = [(key, sample) for key in source.keys for sample in source.samples if sample not in store[key]]
+        assert not missing, f"{call}: not on worker {source.worker}: {missing}"

@@ -36,6 +36,7 @@ from realgraph.runtime.wire.protocol import (
     Keep,
     Load,
     Mean,
+    Prefetch,
     Reallocate,
     Save,
     Submit,
@@ -177,6 +178,8 @@ class Simulator(SimulatedRollouts):
                     number, command.task, command.call, lambda: worker.copies.update({command.call: command.version})
                 )
                 self.hold(number, command.task)
+            case Prefetch():
+                self.contract.prefetch(number, command)
             case Drop():
                 for group in command.groups:
                     self.drop(worker, group)

@@ -32,8 +32,9 @@ def shape_of(rng: random.Random, tp: int = 1) -> Shape:
 
 
 def test_engines_die_at_random_moments_and_no_group_is_lost_or_trained_twice() -> None:
-    """Each run loses up to all engines but one; where a step has begun that needs what an engine has, it ends."""
-    n_survived, n_ended, n_moved = 0, 0, 0
+    """Each run loses up to all engines but one, and goes on: the workers of a step that has begun have fetched what the
+    engines had."""
+    n_survived, n_moved = 0, 0
     for seed in range(120):
         rng = random.Random(seed)
         shape = shape_of(rng, tp=2 if seed % 3 == 2 else 1)
@@ -48,10 +49,7 @@ def test_engines_die_at_random_moments_and_no_group_is_lost_or_trained_twice() -
         lost = [action for action in simulator.actions if isinstance(action, EngineLost)]
         n_survived += len(lost)
         n_moved += simulator.n_moved
-        if simulator.halt.error is not None:
-            n_ended += 1
-            assert simulator.halt.error.kind == "worker", simulator.halt
-            continue
+        assert simulator.halt.error is None, simulator.halt
         trained = [group for groups in dict(groups_of_steps(simulator)).values() for group in groups]
         assert max(Counter(trained).values()) == 1
         state = simulator.scheduler.state
@@ -66,9 +64,8 @@ def test_engines_die_at_random_moments_and_no_group_is_lost_or_trained_twice() -
                     step - simulator.oldest[group] // simulator.trains_of_generator <= shape.staleness
                     for group in groups
                 )
-    assert n_survived > 100
+    assert n_survived > 200
     assert n_moved > 200
-    assert n_ended < n_survived
 
 
 def test_all_who_stay_are_told_of_each_worker_of_a_lost_engine() -> None:
@@ -92,10 +89,9 @@ def test_sequences_of_the_data_go_along_with_the_groups_of_a_lost_engine(seed: i
     simulator = Simulator(shape, rng, scheduler, graph=graph)
     simulator.run(rng.randint(1, 60))
     simulator.lose(rng.randrange(N_ENGINES))
-    if simulator.halt is None:
-        simulator.run()
-        assert simulator.halt is not None and simulator.halt.error is None, simulator.halt
-        assert simulator.step == shape.steps
+    halt = simulator.run() if simulator.halt is None else simulator.halt
+    assert halt is not None and halt.error is None, halt
+    assert simulator.step == shape.steps
 
 
 def test_the_last_engine_and_workers_that_train_are_not_to_be_lost() -> None:
@@ -116,8 +112,7 @@ def test_a_scheduler_that_has_lost_an_engine_goes_on_from_its_image(seed: int) -
     simulator = Simulator(shape, rng)
     simulator.run(rng.randint(1, 60))
     simulator.lose(1)
-    if simulator.halt is not None:
-        return
+    assert simulator.halt is None
     simulator.scheduler = copied(simulator.scheduler, shape)
     halt = simulator.run()
     assert halt is not None and halt.error is None, halt

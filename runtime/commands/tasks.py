@@ -86,10 +86,14 @@ class Tasks:
 
     def open(self, kind: TaskKind, call: str, step: int, tally: StepTally) -> Task:
         """A new task; `send` follows when its workers are known."""
-        task = Task(self.next_task, kind, call, step)
+        task = Task(self.number(), kind, call, step)
         task.tally = tally
-        self.next_task += 1
         return task
+
+    def number(self) -> int:
+        """A number that no other task has."""
+        self.next_task += 1
+        return self.next_task - 1
 
     def fly(self, task: Task, workers: Iterable[int], now: float, seconds: float) -> None:
         """Expect an answer of `workers` within `seconds` from now on."""

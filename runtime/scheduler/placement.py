@@ -33,6 +33,11 @@ def balance(weights: Sequence[int], n_parts: int) -> list[list[int]]:
     return parts
 
 
+def drawn(cuts: Sequence[Sequence[Sequence[int]]], rank: int) -> list[int]:
+    """The positions that a rank has in any of these mini-batches, in order."""
+    return sorted({position for cut in cuts for position in cut[rank]})
+
+
 def _shape(call: CallPlan) -> Shape:
     return len(call.ranks), call.whole_groups, call.own
 
@@ -162,6 +167,24 @@ class Batch:
                 for worker, ids in self._holders(place, positions)
             ]
         )
+
+    def prefetched(self, call: CallPlan) -> list[tuple[tuple[int, ...], tuple[SampleSource, ...]]]:
+        """The workers of each data-parallel rank of `call`, or the one that runs it over the whole batch, and where
+        they find what lies with the workers that made the groups."""
+        place, keys = self._place[GROUP_OWNER], call.reads[GROUP_OWNER]
+        return [
+            (workers, tuple([SampleSource(owner, keys, ids) for owner, ids in self._holders(place, positions)]))
+            for workers, positions in self._read(call)
+        ]
+
+    def _read(self, call: CallPlan) -> list[tuple[tuple[int, ...], Sequence[int]]]:
+        """The positions that each rank of `call` reads."""
+        if not call.ranks:
+            return [(call.workers, range(len(self.ids)))]
+        if call.minibatches == 1:
+            return list(zip(call.ranks, self.whole(*_shape(call)), strict=True))
+        cuts = self.minibatches(call)
+        return [(workers, drawn(cuts, rank)) for rank, workers in enumerate(call.ranks)]
 
     def sources_of_ranks(self, call: CallPlan) -> list[tuple[SampleSource, ...]]:
         """`sources` of each rank's part of the whole batch; the look-up is shared by the step's calls."""

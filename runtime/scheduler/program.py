@@ -21,6 +21,7 @@ from realgraph.planner.plan.axes import head_worker, rank_workers
 from realgraph.planner.plan.layout import Layout
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.plan.residency import dropped_copies, shares_devices, shares_trained_copy
+from realgraph.runtime.job.engine_loss import expendable_engines
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.sample_ids import sample_ids
 from realgraph.runtime.wire.protocol import Sample
@@ -74,6 +75,9 @@ class Program(Struct, frozen=True):
     function_processes: int  # subprocesses of each owner
     slack_seconds: float  # that functions may be late: a process may be busy with a sample whose group is not whole
     n_own_keys: int = 0  # lengths of a sample by own tokenizers of other roles; those of later calls' samples follow
+    # Of `batched`: calls whose workers fetch what lies with the groups' owners as soon as a step begins, since an owner
+    # may be lost.
+    prefetched: tuple[str, ...] = ()
 
     @property
     def generates(self) -> tuple[str, ...]:
@@ -170,10 +174,9 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
         if kind == "train":
             trains[role] = trains.get(role, 0) + 1
     batched = tuple(name for name, kind in kinds.items() if kind not in ("stream", "generate"))
-    generate = generates[0] if generates else ""
     return Program(
         calls=calls,
-        generate=generate,
+        generate=next(iter(generates), ""),
         later=generates[1:],
         stream=stream,
         batched=batched,
@@ -185,7 +188,17 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
         slack_seconds=job.runtime.min_deadline_seconds
         + max((calls[name].timeout_seconds for name in graph.sample_functions), default=0.0),
         n_own_keys=len(own_keys(graph)),
+        prefetched=_prefetched(job, kinds),
     )
+
+
+def _prefetched(job: Job, kinds: Mapping[str, CallKind]) -> tuple[str, ...]:
+    """None where no engine can be lost, or functions still work on the groups where these lie."""
+    if not expendable_engines(job.graph, job.plan) or "late" in kinds.values():
+        return ()
+    names = [name for name, kind in kinds.items() if kind in ("inference", "train", "whole")]
+    models = [name for name in names if not isinstance(job.graph.calls[name], Function)]
+    return tuple([name for name in models if GROUP_OWNER in _reads(job.graph, kinds, name)])
 
 
 def _later_lengths(graph: Graph) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The steps in hand: what of each has ended, and how a call of a step is started. Knows no turns and no sessions."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import assert_never
 
 from msgspec import Struct
@@ -12,9 +12,9 @@ from realgraph.runtime.commands.tally import StepTally, TallyNumbers
 from realgraph.runtime.commands.tasks import Task, TaskKind, Tasks
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.ledger import Group
-from realgraph.runtime.scheduler.placement import Batch
+from realgraph.runtime.scheduler.placement import Batch, drawn
 from realgraph.runtime.scheduler.program import GROUP_OWNER, CallPlan, Program
-from realgraph.runtime.wire.protocol import Execute, Mean, SampleSource
+from realgraph.runtime.wire.protocol import Execute, Mean, Prefetch, SampleSource
 
 Part = tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[SampleSource, ...]]  # (workers, shares, sources)
 
@@ -137,13 +137,15 @@ class OpenSteps:
         return lasting or step.started != step.done
 
     def can_lose(self, worker: int) -> bool:
-        """True where no step needs what `worker` has: it has begun all calls that read it, or can be put back."""
+        """True where no step needs what `worker` has: it has begun all calls that read it, or those that will have
+        fetched it, or it can be put back."""
         if any(task.kind == "call" for task in self.tasks.of(worker)):
             return False
         holding = self._holding(worker)
         calls = self._program.calls
+        reading = [name for name in self._program.batched if name not in self._program.prefetched]
         for number in holding:
-            left = [name for name in self._program.batched if name not in self._open[number].started]
+            left = [name for name in reading if name not in self._open[number].started]
             if self._begun(number) and any(GROUP_OWNER in calls[name].reads for name in left):
                 return False
         first = min([number for number in holding if not self._begun(number)], default=None)
@@ -222,10 +224,21 @@ class OpenSteps:
                 actions.append(Send(worker, command))
                 workers.append(worker)
         self.tasks.fly(task, workers, now, seconds)
+        if not step.started:
+            actions += self._prefetch([other for other in self._program.prefetched if other != name], number)
         step.started.add(name)
         if call.kind == "train":
             self.newest_train = max(self.newest_train, number)
         return task, actions
+
+    def _prefetch(self, names: Iterable[str], number: int) -> list[Action]:
+        """Have the workers of later calls of a step gather what lies with those that made its groups."""
+        batch, actions = self._open[number].batch, list[Action]()
+        for name in names:
+            task = self.tasks.number()
+            for workers, sources in batch.prefetched(self._program.calls[name]):
+                actions += [Send(worker, Prefetch(task, name, number, sources)) for worker in workers if sources]
+        return actions
 
 
 def _parts_of_mesh(call: CallPlan, batch: Batch) -> list[Part]:
@@ -242,9 +255,8 @@ def _parts_of_mesh(call: CallPlan, batch: Batch) -> list[Part]:
     cuts = batch.minibatches(call)
     mesh: list[Part] = []
     for rank, workers in enumerate(call.ranks):
-        positions = sorted({position for cut in cuts for position in cut[rank]})
         shares = tuple([batch.named(cut[rank]) for cut in cuts])
-        mesh.append((workers, shares, batch.sources(call, positions)))
+        mesh.append((workers, shares, batch.sources(call, drawn(cuts, rank))))
     return mesh
 
 

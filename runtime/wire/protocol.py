@@ -119,6 +119,15 @@ class Reallocate(_Message, frozen=True):
     joined: dict[int, int] = field(default_factory=dict)
 
 
+class Prefetch(_Message, frozen=True, gc=False):
+    """Gather what `call` of `step` will read of these sources, and keep it until its Execute comes. No answer."""
+
+    task: int  # the same number for all workers of a mesh
+    call: str
+    step: int
+    sources: tuple[SampleSource, ...]
+
+
 class Drop(_Message, frozen=True):
     """Forget everything the store holds of these groups."""
 
@@ -192,6 +201,7 @@ Command = (
     | Execute
     | Reallocate
     | Drop
+    | Prefetch
     | Save
     | Rescue
     | Evaluate

@@ -114,6 +114,7 @@ class Compute:
                 host.check(name, call)
         self._audit = self._lines(RunFolder(Path(job.run_dir)).audit) if job.outputs.audit else None
         self._calls = ModelCalls(job, self._assembler, self.roles, self.worker, self._audit)
+        self.inputs = self._calls.inputs
         self._later = LaterPrompts(job, self._assembler, self._loading)
         if self._configure.resume:
             self.roles.load(resources.run_path(self._configure.resume))
@@ -170,6 +171,8 @@ class Compute:
 
     def queue(self, work: ModelCommand) -> None:
         """Hand over a command; the thread takes them in order."""
+        if isinstance(work, Execute):
+            self.inputs.begin(work)
         self._work.put(work)
 
     def drop(self, groups: Sequence[int]) -> None:
@@ -201,6 +204,7 @@ class Compute:
         self._sharing.close(CLOSE_SECONDS)
         if self._thread.is_alive():
             self._thread.join(CLOSE_SECONDS)
+        self.inputs.close()
         ended = self.roles.close(CLOSE_SECONDS)
         if self._host is not None:
             self._host.close()
@@ -226,10 +230,8 @@ class Compute:
 
     def _name(self, work: ModelCommand | Collect | Tell) -> str:
         match work:
-            case Execute(call=call) | Submit(call=call) | Reallocate(call=call) | EndSession(call=call):
-                return call
-            case Collect(call=call):
-                return call
+            case Execute() | Submit() | Reallocate() | EndSession() | Collect():
+                return work.call
             case _:
                 return type(work).__name__.lower()
 

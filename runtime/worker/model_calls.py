@@ -1,7 +1,7 @@
 """Inference, advantage and train calls of one worker: gather a share, run the engine, store what it wrote."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from realgraph.graphs.applied import applied_of
@@ -17,6 +17,7 @@ from realgraph.runtime.generate.rollouts import StaleWeightsError
 from realgraph.runtime.job.audit import Audit, AuditRecord
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.store.assemble import Assembler, Values
+from realgraph.runtime.store.inputs import Inputs
 from realgraph.runtime.store.shares import Share
 from realgraph.runtime.wire.protocol import ArrivedBytes, Done, Execute, Mean, Metric
 from realgraph.runtime.worker.roles import Roles
@@ -35,11 +36,12 @@ def _refuse_long(call: Inference, batch: Packed, positions: int) -> None:
 
 
 class ModelCalls:
-    """Runs the calls that work on packed batches. Used by the compute thread alone."""
+    """Runs the calls that work on packed batches. Used by the compute thread; its `inputs`, by the control loop."""
 
     def __init__(self, job: Job, assembler: Assembler, roles: Roles, worker: int, audit: Lines | None) -> None:
         """audit: the file that takes what each loss has used, if any."""
         self._graph, self._assembler, self._roles, self._worker = job.graph, assembler, roles, worker
+        self.inputs = Inputs(assembler, self._share)
         entries = applied_of(job.graph.calls)
         applied = {f"{entry.path}.fn": entry.fn for entry in entries if entry.kind == "step"}
         self._steps = load_applied(applied, job.user_dir)
@@ -77,14 +79,18 @@ class ModelCalls:
             held=self._roles.held_bytes(command.call),
         )
 
-    def _gather(self, command: Execute, samples: Iterable[int]) -> Values:
-        """To be called once a command: the rank's other workers take part."""
-        allocation = self._allocations.get(command.call)
-        share = None
-        if allocation is not None:
-            layout = allocation.layout
-            share = Share(command.task, rank_workers(layout, coordinates_of(layout, self._worker).dp))
-        values = self._assembler.gather(command.sources, samples, share)
+    def _share(self, call: str, task: int) -> Share | None:
+        """The rank's workers, which gather the same."""
+        allocation = self._allocations.get(call)
+        if allocation is None:
+            return None
+        layout = allocation.layout
+        return Share(task, rank_workers(layout, coordinates_of(layout, self._worker).dp))
+
+    def _gathered(self, command: Execute) -> Values:
+        """To be called once a command."""
+        values = self.inputs.take(command)
+        share = self._share(command.call, command.task)
         self._arrived += self._assembler.arrived(command.sources, values, share)
         return values
 
@@ -97,7 +103,7 @@ class ModelCalls:
         self._check_version(command)
         (samples,) = command.shares
         engine = self._roles.engines[command.call]
-        batch = self._packed(command.call, self._gather(command, samples), samples)
+        batch = self._packed(command.call, self._gathered(command), samples)
         if is_own(call):
             _refuse_long(call, batch, engine.max_positions)
         outputs = engine.inference(batch, call.output, call.temperature)
@@ -112,7 +118,7 @@ class ModelCalls:
 
     def _advantage(self, call: Advantage, command: Execute) -> tuple[dict[str, Mean], dict[str, float]]:
         (samples,) = command.shares
-        batch = self._packed(command.call, self._gather(command, samples), samples)
+        batch = self._packed(command.call, self._gathered(command), samples)
         outputs, state, metrics = advantages.compute(call, batch, dict(command.state), self._steps)
         for name in self._graph.writes[command.call]:
             self._assembler.put_packed(name, outputs[name], batch)
@@ -139,7 +145,7 @@ class ModelCalls:
 
     def _minibatches(self, command: Execute) -> list[Packed]:
         """This rank's share of each mini-batch, on the device."""
-        values = self._gather(command, sorted({sample for share in command.shares for sample in share}))
+        values = self._gathered(command)
         device = self._roles.engines[command.call].device
         for name in (TOKENS, MASK):
             values.setdefault(self._own_name(command.call, name), {})  # a rank may have no sample at all

@@ -37,6 +37,7 @@ from realgraph.runtime.wire.protocol import (
     Load,
     Meet,
     Met,
+    Prefetch,
     Reallocate,
     Reply,
     Rescue,
@@ -161,6 +162,8 @@ class Worker:
                 self._spawn(self._send(Met(self.number, peer.worker, process)))
             case Drop(groups=groups):
                 self._ready.drop(groups)
+            case Prefetch():
+                self._ready.inputs.prefetch(command)
             case Rescue():
                 self._spawn(self._rescue(command))
             case Shutdown():

@@ -1,0 +1,65 @@
+"""The inputs of calls, gathered by a thread of its own as soon as it is known which call will read them: while the
+device is still busy with others, and before a worker that holds them may be lost. Worker side.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from realgraph.runtime.store.assemble import Assembler, Values
+from realgraph.runtime.store.bundle import TransferError
+from realgraph.runtime.store.shares import Share
+from realgraph.runtime.wire.protocol import Execute, Prefetch, SampleSource
+
+log = logging.getLogger(__name__)
+
+Sources = Sequence[SampleSource]
+
+
+class Inputs:
+    """The inputs of commands in hand. Closed at the worker's end."""
+
+    def __init__(self, assembler: Assembler, share: Callable[[str, int], Share | None]) -> None:
+        """share: of a call and the number of its task, the workers that gather the same."""
+        self._assembler, self._share = assembler, share
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="inputs")
+        self._ahead: dict[tuple[str, int], tuple[Sources, Future[Values]]] = {}
+        self._begun: dict[int, Future[Values]] = {}
+
+    def prefetch(self, command: Prefetch) -> None:
+        """Begin to gather what a later call of a step reads; kept until its `Execute` comes."""
+        gathered = self._thread.submit(self._gather, command.call, command.task, command.sources)
+        self._ahead[command.call, command.step] = (command.sources, gathered)
+
+    def begin(self, command: Execute) -> None:
+        """Begin to gather what is not here yet of the inputs of a command. What was fetched for a batch that has been
+        formed anew since is let go."""
+        sources, ahead = self._ahead.pop((command.call, command.step), ((), None))
+        if not set(sources) <= set(command.sources):
+            sources, ahead = (), None
+        self._begun[command.task] = self._thread.submit(self._complete, command, sources, ahead)
+
+    def take(self, command: Execute) -> Values:
+        """Wait for the inputs of a command that has begun; once. Raises TransferError."""
+        return self._begun.pop(command.task).result()
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _complete(self, command: Execute, sources: Sources, ahead: Future[Values] | None) -> Values:
+        early: Values = {}
+        try:
+            early = ahead.result() if ahead is not None else early
+        except TransferError as error:
+            log.warning("the inputs of %s could not be fetched early: %s", command.call, error)
+            sources = ()
+        here = set(sources)
+        values = self._gather(command.call, command.task, [one for one in command.sources if one not in here])
+        for key, held in early.items():
+            values.setdefault(key, {}).update(held)
+        return values
+
+    def _gather(self, call: str, task: int, sources: Sources) -> Values:
+        samples = {sample for source in sources for sample in source.samples}
+        return self._assembler.gather(sources, samples, self._share(call, task))

@@ -1,0 +1,102 @@
+"""Inputs of a call that were fetched ahead are there though their owner is gone since; and what was not is gathered."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from realgraph.runtime.store.assemble import Assembler
+from realgraph.runtime.store.bundle import TransferError
+from realgraph.runtime.store.inputs import Inputs
+from realgraph.runtime.store.store import Store
+from realgraph.runtime.store.transfer import DataPlane
+from realgraph.runtime.wire.curve import LOOPBACK, make_keys
+from realgraph.runtime.wire.protocol import Execute, Prefetch, SampleSource
+from tests.shapes import Shape, graph_of
+
+SAMPLES = (0, 1, 2)
+
+
+class Reader:
+    """Worker 1, which reads what worker 0 holds until it is gone."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.owned, self.own = Store(1 << 16), Store(1 << 16)
+        self._ends = stack.enter_context(ExitStack())
+        self.owner = self._ends.enter_context(DataPlane(0, self.owned, make_keys(), LOOPBACK))
+        plane = stack.enter_context(DataPlane(1, self.own, make_keys(), LOOPBACK))
+        for one in (self.owner, plane):
+            one.connect([self.owner.peer, plane.peer])
+        self.inputs = Inputs(Assembler(graph_of(Shape()), self.own, plane, 10.0), lambda call, task: None)
+        self.tasks = 0
+
+    def fetch(self, *sources: SampleSource) -> None:
+        """Worker 1 is to fetch these for the train call of step 0, and has when this returns."""
+        self.inputs.prefetch(Prefetch(self._task(), "train", 0, sources))
+        self.read("inference")
+
+    def read(self, call: str, *sources: SampleSource) -> dict[str, dict[int, float]]:
+        """The first number of each value that a call of step 0 reads."""
+        command = Execute(self._task(), call, 0, (SAMPLES,), sources)
+        self.inputs.begin(command)
+        values = self.inputs.take(command)
+        return {key: {id: float(value[0]) for id, value in held.items()} for key, held in values.items()}
+
+    def lose_owner(self) -> None:
+        """Worker 0 is gone."""
+        self._ends.close()
+
+    def _task(self) -> int:
+        self.tasks += 1
+        return self.tasks
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
+    with ExitStack() as stack:
+        made = Reader(stack)
+        made.owned.put("reward", SAMPLES, [torch.tensor([float(sample)]) for sample in SAMPLES])
+        made.own.put("advantages", SAMPLES, [torch.tensor([10.0 + sample]) for sample in SAMPLES])
+        stack.callback(made.inputs.close)
+        yield made
+
+
+def rewards(*samples: int) -> SampleSource:
+    return SampleSource(0, ("reward",), samples)
+
+
+ADVANTAGES = SampleSource(1, ("advantages",), SAMPLES)
+WHOLE = {"reward": {0: 0.0, 1: 1.0, 2: 2.0}, "advantages": {0: 10.0, 1: 11.0, 2: 12.0}}
+
+
+def test_what_was_fetched_is_there_though_its_owner_is_gone(reader: Reader) -> None:
+    reader.fetch(rewards(*SAMPLES))
+    reader.lose_owner()
+    assert reader.read("train", rewards(*SAMPLES), ADVANTAGES) == WHOLE
+
+
+def test_without_a_fetch_an_owner_that_is_gone_is_named(reader: Reader) -> None:
+    reader.lose_owner()
+    with pytest.raises(TransferError, match="worker 0"):
+        reader.read("train", rewards(*SAMPLES), ADVANTAGES)
+
+
+def test_a_fetch_that_fails_is_made_good_by_the_call_itself(reader: Reader) -> None:
+    reader.owned.drop(["reward"], [1])
+    reader.fetch(rewards(*SAMPLES))
+    reader.owned.put("reward", [1], [torch.tensor([1.0])])
+    assert reader.read("train", rewards(*SAMPLES), ADVANTAGES) == WHOLE
+
+
+def test_of_a_batch_that_was_formed_anew_nothing_old_is_read(reader: Reader) -> None:
+    reader.fetch(rewards(0, 1))
+    reader.owned.put("reward", SAMPLES, [torch.tensor([20.0 + sample]) for sample in SAMPLES])
+    assert reader.read("train", rewards(*SAMPLES))["reward"] == {0: 20.0, 1: 21.0, 2: 22.0}
+
+
+def test_a_later_fetch_for_the_same_call_takes_the_place_of_the_first(reader: Reader) -> None:
+    reader.fetch(rewards(0, 1))
+    reader.fetch(rewards(*SAMPLES))
+    reader.lose_owner()
+    assert reader.read("train", rewards(*SAMPLES), ADVANTAGES) == WHOLE
