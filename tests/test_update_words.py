@@ -49,6 +49,24 @@ def test_a_word_of_a_worker_that_is_gone_is_not_awaited(words: UpdateWords, gone
         words.hear(1, "ready/1", 7)
 
 
+def test_of_workers_that_are_gone_only_what_they_have_said_is_heard(gone: set[int]) -> None:
+    """Whoever asks hears the same: also of a worker that says its last word between two looks."""
+    store = HashStore()
+
+    def says_a_last_word(worker: int) -> bool:
+        if worker == 7:
+            UpdateWords(store, "rollout", PATIENCE, gone.__contains__).tell(0, "server/7", "2.28")
+        return worker == 7 or worker in gone
+
+    words = UpdateWords(store, "rollout", PATIENCE, says_a_last_word)
+    words.tell(0, "server/3", "2.27")
+    asked = {3: "server/3", 5: "server/5", 7: "server/7"}
+    threading.Timer(0.2, gone.add, (5,)).start()
+    began = time.monotonic()
+    assert words.hear_those(0, asked) == ["2.27", "2.28"]
+    assert time.monotonic() - began < PATIENCE / 2
+
+
 def test_a_broadcast_ends_with_the_worker_of_a_server_and_the_others_read_the_folder(
     words: UpdateWords, gone: set[int], folder: Path
 ) -> None:

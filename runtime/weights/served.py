@@ -163,7 +163,8 @@ class ServedCall:
             self._held.compare(engine, broadcast=broadcast, together=together)
 
     def _agrees_on_nccl(self) -> bool:
-        """Both ends have one NCCL, as the others of different versions do not understand each other."""
+        """Both ends have one NCCL, as the others of different versions do not understand each other. A worker that has
+        ended is not asked."""
         words, worker = self._words, self._member.worker
         if worker == self._leader:
             words.tell(0, "trainer", nccl_of(sys.executable))
@@ -171,8 +172,8 @@ class ServedCall:
             assert self._job.rollout.python is not None, "only servers that are started take broadcasts"
             words.tell(0, f"server/{worker}", nccl_of(self._job.rollout.python))
         ours = words.hear(0, "trainer")
-        theirs = {words.hear(0, f"server/{head}") for head in self._heads}
-        if theirs == {ours}:
+        theirs = set(words.hear_those(0, {head: f"server/{head}" for head in self._heads}))
+        if theirs <= {ours}:
             return True
         others = ", ".join(sorted(theirs))
         log.warning("servers of %r read their weights from disk: their NCCL is %s, ours %s", self._call, others, ours)

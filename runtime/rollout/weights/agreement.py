@@ -5,8 +5,9 @@ wait ends with the word, with anybody's failure of that update, with the end of 
 deadline.
 """
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -39,15 +40,27 @@ class UpdateWords:
         """Wait for a word. worker: whose it is, where the run can go on without that one. whatever_fails: also of an
         update that somebody has given up. Raises BroadcastFailed, WorkerGone."""
         key, began, (pause, longest) = f"{update}/{word}", time.monotonic(), _LOOK_SECONDS
-        while not self._store.check([key]):
+        while True:
+            gone = worker is not None and self._is_gone(worker)  # looked at first: its last words are there by then
+            if self._store.check([key]):
+                return self._store.get(key).decode()
             if not whatever_fails and (why := self.failure(update)) is not None:
                 raise BroadcastFailed(why)
-            self.check_there(() if worker is None else (worker,))
+            if gone:
+                raise WorkerGone(f"worker {worker}, which has a server, is gone")
             if time.monotonic() - began > self.seconds:
                 raise BroadcastFailed(f"nobody has said {word!r} of update {update} in {self.seconds:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, longest)
-        return self._store.get(key).decode()
+
+    def hear_those(self, update: int, words: Mapping[int, str]) -> list[str]:
+        """The word of each of these workers, but of those that are gone and have not said it: alike for all who ask.
+        Raises BroadcastFailed."""
+        heard = []
+        for worker, word in words.items():
+            with contextlib.suppress(WorkerGone):
+                heard.append(self.hear(update, word, worker))
+        return heard
 
     def check_there(self, workers: Iterable[int]) -> None:
         """Raise WorkerGone for the first of these workers that is gone, if any."""
