@@ -180,6 +180,7 @@ class Simulator(SimulatedRollouts):
                 self.hold(number, command.task)
             case Prefetch():
                 self.contract.prefetch(number, command)
+                self.answer(number, command.task, command.call, None)
             case Drop():
                 for group in command.groups:
                     self.drop(worker, group)

@@ -19,6 +19,7 @@ from realgraph.runtime.functions.host import FunctionHost
 from realgraph.runtime.generate.rollouts import Rollouts, Sampling, Texts, Writes
 from realgraph.runtime.job.sample_ids import sample_ids
 from realgraph.runtime.store.assemble import Assembler
+from realgraph.runtime.store.inputs import Inputs
 from realgraph.runtime.store.store import Store
 from realgraph.runtime.store.transfer import DataPlane
 from realgraph.runtime.wire.curve import make_keys
@@ -149,7 +150,9 @@ class Generating:
         self.plane = DataPlane(0, self.store, make_keys(), "127.0.0.1")
         assembler = Assembler(self.graph, self.store, self.plane, 10.0)
         self.host, self.engine = FunctionHost(str(folder)), Given()
-        self.functions = FunctionCalls(job_of(shape, graph=self.graph), assembler, self.host, 0, PromptTexts(str, str))
+        inputs = Inputs(assembler, lambda call, task: None)
+        job = job_of(shape, graph=self.graph)
+        self.functions = FunctionCalls(job, assembler, inputs, self.host, 0, PromptTexts(str, str))
         texts, writes = (
             Texts(lambda tokens: "".join(chr(96 + token) for token in tokens)),
             Writes.of(self.graph, "rollout"),

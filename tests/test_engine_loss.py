@@ -12,7 +12,7 @@ from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.commands.actions import Checkpointed, EngineLost, EvalEnded, Send
 from realgraph.runtime.job.engine_loss import expendable_engines, expendable_workers
 from realgraph.runtime.scheduler.scheduler import Scheduler
-from realgraph.runtime.wire.protocol import Forget
+from realgraph.runtime.wire.protocol import Failed, Forget, Prefetch
 from tests.generating import generating_graph
 from tests.resumed_runs import groups_of_steps
 from tests.schedulers import copied
@@ -158,3 +158,21 @@ def test_an_engine_is_all_workers_that_generate_together(
         for rank, worker in enumerate(engine):
             inside, outside = coordinates_of(alone, rank), coordinates_of(cut, worker)
             assert (inside.pp, inside.tp, inside.dp) == (outside.pp, outside.tp, outside.dp % alone.dp)
+
+
+def test_a_step_whose_inputs_are_lost_on_their_way_is_put_back() -> None:
+    """Worker 4 can't gather what engine 0 has, and says so before anybody knows that the engine is gone."""
+    simulator = Simulator(Shape(n_workers=2 * N_ENGINES, split=True, staleness=1, steps=6), random.Random(5))
+    while not (asked := [one.command for one in simulator.log if isinstance(one.command, Prefetch)]):
+        simulator.run(simulator.n_events + 1)
+    command = asked[0]
+    engine = command.sources[0].worker
+    assert simulator.scheduler.on(Failed(N_ENGINES, command.call, "worker 0 is lost", "input"), simulator.now) == []
+    simulator.lose(engine)
+    assert command.task in simulator.scheduler._tasks.given_up
+    halt = simulator.run()
+    assert halt is not None and halt.error is None, halt
+    again = [
+        one.command for one in simulator.log if isinstance(one.command, Prefetch) and one.command.step == command.step
+    ]
+    assert {one.task for one in again} > {one.task for one in asked if one.step == command.step}

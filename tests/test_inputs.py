@@ -33,8 +33,7 @@ class Reader:
 
     def fetch(self, *sources: SampleSource) -> None:
         """Worker 1 is to fetch these for the train call of step 0, and has when this returns."""
-        self.inputs.prefetch(Prefetch(self._task(), "train", 0, sources))
-        self.read("inference")
+        self.inputs.prefetch(Prefetch(self._task(), "train", 0, sources)).result()
 
     def read(self, call: str, *sources: SampleSource) -> dict[str, dict[int, float]]:
         """The first number of each value that a call of step 0 reads."""
@@ -82,9 +81,10 @@ def test_without_a_fetch_an_owner_that_is_gone_is_named(reader: Reader) -> None:
         reader.read("train", rewards(*SAMPLES), ADVANTAGES)
 
 
-def test_a_fetch_that_fails_is_made_good_by_the_call_itself(reader: Reader) -> None:
+def test_a_fetch_that_fails_says_so_and_is_made_good_by_the_call_itself(reader: Reader) -> None:
     reader.owned.drop(["reward"], [1])
-    reader.fetch(rewards(*SAMPLES))
+    with pytest.raises(TransferError, match="worker 0"):
+        reader.fetch(rewards(*SAMPLES))
     reader.owned.put("reward", [1], [torch.tensor([1.0])])
     assert reader.read("train", rewards(*SAMPLES), ADVANTAGES) == WHOLE
 

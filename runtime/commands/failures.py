@@ -23,6 +23,8 @@ def doing_text(task: Task | TaskImage) -> str:
             return f"the evaluation after step {task.step}"
         case "reallocate":
             return f"the reallocation of weights for {task.call}"
+        case "prefetch":
+            return f"gathering the inputs of {task.call} of step {task.step}"
         case "stream" | "call":
             return f"{task.call} of step {task.step}"
 

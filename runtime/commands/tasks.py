@@ -9,7 +9,7 @@ from msgspec import Struct
 from realgraph.runtime.commands.tally import StepTally, TallyNumbers
 from realgraph.runtime.wire.protocol import Done, Mean
 
-TaskKind = Literal["stream", "call", "reallocate", "save", "evaluate"]
+TaskKind = Literal["stream", "prefetch", "call", "reallocate", "save", "evaluate"]
 
 
 class TaskImage(Struct, frozen=True):
@@ -34,6 +34,7 @@ class TasksImage(Struct, frozen=True):
 
     next_task: int
     flying: tuple[TaskImage, ...]
+    given_up: tuple[int, ...]
     watches: dict[int, tuple[float, float]]
 
 
@@ -60,6 +61,8 @@ class Task:
     def answered(self, reply: Done) -> None:
         """One of its workers has ended. A streaming function's groups keep what it has measured of them."""
         self.waiting.discard(reply.worker)
+        if self.kind == "prefetch":
+            return
         name = "reallocate" if self.kind == "reallocate" else self.call
         self.tally.add(name, reply.metrics, reply.started, reply.ended)
         if reply.transcripts:
@@ -80,20 +83,17 @@ class Tasks:
     def __init__(self) -> None:
         self.next_task = 0
         self.flying: dict[int, Task] = {}
+        self.given_up: set[int] = set()  # tasks that nobody waits for any more, though they may still be answered
         self.watches: dict[int, tuple[float, float]] = {}  # worker -> last progress, seconds it may take to the next
         self._due: list[tuple[float, int, int]] = []  # (deadline, task or -1, worker); entries may be outdated
         self._queued: set[int] = set()  # workers with an entry in _due
 
     def open(self, kind: TaskKind, call: str, step: int, tally: StepTally) -> Task:
         """A new task; `send` follows when its workers are known."""
-        task = Task(self.number(), kind, call, step)
+        task = Task(self.next_task, kind, call, step)
         task.tally = tally
-        return task
-
-    def number(self) -> int:
-        """A number that no other task has."""
         self.next_task += 1
-        return self.next_task - 1
+        return task
 
     def fly(self, task: Task, workers: Iterable[int], now: float, seconds: float) -> None:
         """Expect an answer of `workers` within `seconds` from now on."""
@@ -105,6 +105,11 @@ class Tasks:
     def close(self, task: Task) -> None:
         """Every worker has answered."""
         del self.flying[task.number]
+
+    def give_up(self, task: Task) -> None:
+        """It is of no use any more; answers to it may still come."""
+        self.close(task)
+        self.given_up.add(task.number)
 
     def watch(self, worker: int, now: float, seconds: float) -> None:
         """`worker` has groups to make, and has just got some or answered: the next answer is due within `seconds`."""
@@ -167,11 +172,12 @@ class Tasks:
             )
             for task in self.flying.values()
         ]
-        return TasksImage(self.next_task, tuple(flying), dict(self.watches))
+        return TasksImage(self.next_task, tuple(flying), tuple(sorted(self.given_up)), dict(self.watches))
 
     def restore(self, image: TasksImage, tallies: Sequence[StepTally]) -> None:
         """Go on from an image."""
         self.next_task, self.watches = image.next_task, dict(image.watches)
+        self.given_up = set(image.given_up)
         self._queued = set(image.watches)
         self._due = [(since + seconds, -1, worker) for worker, (since, seconds) in image.watches.items()]
         for entry in image.flying:

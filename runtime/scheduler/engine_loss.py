@@ -18,7 +18,7 @@ from realgraph.runtime.scheduler.devices import Devices
 from realgraph.runtime.scheduler.ledger import Group, Ledger
 from realgraph.runtime.scheduler.steps import OpenSteps
 from realgraph.runtime.scheduler.transitions import GroupState
-from realgraph.runtime.wire.protocol import NOBODY, Failed, Forget, Keep
+from realgraph.runtime.wire.protocol import NOBODY, Done, Failed, Forget, Keep
 
 FIRST_VERSION = 0  # of the weights that an engine begins with
 
@@ -60,8 +60,16 @@ class EngineLosses:
         return [worker for worker in workers if worker not in self.gone]
 
     def ignores(self, event: Event) -> bool:
-        """True of what a worker that is gone has still said, and of further news of its end."""
-        return getattr(event, "worker", -1) in self.gone
+        """True of what a worker that is gone has still said, and of further news of its end; of answers that nobody
+        waits for; and of inputs that could not be gathered, since the end of the engine that had them follows, or else
+        the deadline passes."""
+        match event:
+            case Failed(kind="input"):
+                return True
+            case Done(task=task) if task in self._steps.tasks.given_up:
+                return True
+            case _:
+                return getattr(event, "worker", -1) in self.gone
 
     def reaching(self, actions: Sequence[Action]) -> list[Action]:
         """The actions without commands to workers that are gone."""

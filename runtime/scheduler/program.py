@@ -75,8 +75,8 @@ class Program(Struct, frozen=True):
     function_processes: int  # subprocesses of each owner
     slack_seconds: float  # that functions may be late: a process may be busy with a sample whose group is not whole
     n_own_keys: int = 0  # lengths of a sample by own tokenizers of other roles; those of later calls' samples follow
-    # Of `batched`: calls whose workers fetch what lies with the groups' owners as soon as a step begins, since an owner
-    # may be lost.
+    # Of `batched`: the calls that read what lies with the groups' owners, where these may be lost. No call of a step
+    # starts before their workers have it.
     prefetched: tuple[str, ...] = ()
 
     @property
@@ -193,12 +193,11 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
 
 
 def _prefetched(job: Job, kinds: Mapping[str, CallKind]) -> tuple[str, ...]:
-    """None where no engine can be lost, or functions still work on the groups where these lie."""
+    """See `Program.prefetched`. None where functions still work on the groups where these lie."""
     if not expendable_engines(job.graph, job.plan) or "late" in kinds.values():
         return ()
     names = [name for name, kind in kinds.items() if kind in ("inference", "train", "whole")]
-    models = [name for name in names if not isinstance(job.graph.calls[name], Function)]
-    return tuple([name for name in models if GROUP_OWNER in _reads(job.graph, kinds, name)])
+    return tuple([name for name in names if GROUP_OWNER in _reads(job.graph, kinds, name)])
 
 
 def _later_lengths(graph: Graph) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The steps in hand: what of each has ended, and how a call of a step is started. Knows no turns and no sessions."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import assert_never
 
 from msgspec import Struct
@@ -30,6 +30,7 @@ class StepImage(Struct, frozen=True):
     started: tuple[str, ...]
     done: tuple[str, ...]
     tally: int  # its number
+    prefetching: tuple[str, ...]
 
 
 class OpenStepsImage(Struct, frozen=True):
@@ -42,14 +43,15 @@ class OpenStepsImage(Struct, frozen=True):
 
 
 class _Step:
-    """A step whose batch is there. started and done: calls."""
+    """A step whose batch is there. started, done: calls. prefetching: those whose workers gather what engines have."""
 
-    __slots__ = ("batch", "done", "started", "tally")
+    __slots__ = ("batch", "done", "prefetching", "started", "tally")
 
     def __init__(self, batch: Batch, tally: StepTally) -> None:
         self.batch, self.tally = batch, tally
         self.started: set[str] = set()
         self.done: set[str] = set()
+        self.prefetching: set[str] = set()
 
 
 class OpenSteps:
@@ -85,6 +87,7 @@ class OpenSteps:
                 tuple(sorted(step.started)),
                 tuple(sorted(step.done)),
                 tallies.of(step.tally),
+                tuple(sorted(step.prefetching)),
             )
             for number, step in self._open.items()
         ]
@@ -101,12 +104,28 @@ class OpenSteps:
                 batch.own(self._program.calls[name])
             step = self._open[entry.step] = _Step(batch, tallies[entry.tally])
             step.started, step.done = set(entry.started), set(entry.done)
+            step.prefetching = set(entry.prefetching)
 
     # --- the life of a step -------------------------------------------------------------------------------------------
 
-    def begin(self, batch: Batch, tally: StepTally) -> None:
-        """The batch of the next step is there."""
-        self._open[batch.step] = _Step(batch, tally)
+    def begin(self, batch: Batch, tally: StepTally, now: float) -> list[Action]:
+        """The batch of the next step is there. The workers of its calls gather what may be lost with an engine."""
+        step, actions = _Step(batch, tally), list[Action]()
+        self._open[batch.step] = step
+        for name in self._program.prefetched:
+            task = self.tasks.open("prefetch", name, batch.step, tally)
+            workers: list[int] = []
+            for members, sources in batch.prefetched(self._program.calls[name]):
+                workers += members if sources else ()
+                command = Prefetch(task.number, name, batch.step, sources)
+                actions += [Send(worker, command) for worker in members if sources]
+            self.tasks.fly(task, workers, now, self.limit(self.longest_seconds))
+            step.prefetching.add(name)
+        return actions
+
+    def prefetched(self, task: Task) -> None:
+        """The workers of a call have what it reads of engines."""
+        self._open[task.step].prefetching.discard(task.call)
 
     def ended(self, task: Task) -> None:
         """A call of a step has ended on all its workers."""
@@ -136,25 +155,31 @@ class OpenSteps:
         lasting = any(self._program.calls[name].ranks or name in self.carried for name in step.started)
         return lasting or step.started != step.done
 
+    def _safe(self, number: int) -> bool:
+        """True where the workers of a step have all that it reads of engines."""
+        return bool(self._program.prefetched) and not self._open[number].prefetching
+
     def can_lose(self, worker: int) -> bool:
-        """True where no step needs what `worker` has: it has begun all calls that read it, or those that will have
-        fetched it, or it can be put back."""
+        """True where no step needs what `worker` has: its workers have that, or it has begun all calls that read it, or
+        it can be put back."""
         if any(task.kind == "call" for task in self.tasks.of(worker)):
             return False
-        holding = self._holding(worker)
+        holding = [number for number in self._holding(worker) if not self._safe(number)]
         calls = self._program.calls
-        reading = [name for name in self._program.batched if name not in self._program.prefetched]
         for number in holding:
-            left = [name for name in reading if name not in self._open[number].started]
+            left = [name for name in self._program.batched if name not in self._open[number].started]
             if self._begun(number) and any(GROUP_OWNER in calls[name].reads for name in left):
                 return False
         first = min([number for number in holding if not self._begun(number)], default=None)
         return first is None or not any(self._begun(number) for number in self._open if number >= first)
 
     def put_back(self, worker: int) -> list[tuple[Batch, StepTally]]:
-        """Forget the steps, from the first on that has groups of `worker` and has not begun."""
-        first = min([n for n in self._holding(worker) if not self._begun(n)], default=None)
+        """Forget the steps, from the first on that has groups of `worker`, is not safe and has not begun."""
+        holding = [number for number in self._holding(worker) if not self._safe(number)]
+        first = min([number for number in holding if not self._begun(number)], default=None)
         numbers = [number for number in sorted(self._open) if first is not None and number >= first]
+        for task in [task for task in self.tasks.flying.values() if task.kind == "prefetch" and task.step in numbers]:
+            self.tasks.give_up(task)
         steps = [self._open.pop(number) for number in numbers]
         return [(step.batch, step.tally) for step in steps]
 
@@ -171,7 +196,7 @@ class OpenSteps:
     def may_run(self, call: CallPlan, step: int, versions: Mapping[str, int]) -> bool:
         """True where `call` of `step` has its batch, its keys and the very version of the weights that it needs."""
         at = self._open.get(step)
-        if at is None or call.name in at.started or not at.done.issuperset(call.after):
+        if at is None or at.prefetching or call.name in at.started or not at.done.issuperset(call.after):
             return False
         if call.role not in self._program.trains:
             return True
@@ -185,7 +210,7 @@ class OpenSteps:
             step = self._open[number]
             for name in self._program.batched:
                 call = self._program.calls[name]
-                if call.ranks or name in step.started or not step.done.issuperset(call.after):
+                if call.ranks or step.prefetching or name in step.started or not step.done.issuperset(call.after):
                     continue
                 if call.kind == "whole" and number > barrier:
                     continue
@@ -224,21 +249,10 @@ class OpenSteps:
                 actions.append(Send(worker, command))
                 workers.append(worker)
         self.tasks.fly(task, workers, now, seconds)
-        if not step.started:
-            actions += self._prefetch([other for other in self._program.prefetched if other != name], number)
         step.started.add(name)
         if call.kind == "train":
             self.newest_train = max(self.newest_train, number)
         return task, actions
-
-    def _prefetch(self, names: Iterable[str], number: int) -> list[Action]:
-        """Have the workers of later calls of a step gather what lies with those that made its groups."""
-        batch, actions = self._open[number].batch, list[Action]()
-        for name in names:
-            task = self.tasks.number()
-            for workers, sources in batch.prefetched(self._program.calls[name]):
-                actions += [Send(worker, Prefetch(task, name, number, sources)) for worker in workers if sources]
-        return actions
 
 
 def _parts_of_mesh(call: CallPlan, batch: Batch) -> list[Part]:

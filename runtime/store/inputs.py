@@ -2,16 +2,12 @@
 device is still busy with others, and before a worker that holds them may be lost. Worker side.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from realgraph.runtime.store.assemble import Assembler, Values
-from realgraph.runtime.store.bundle import TransferError
 from realgraph.runtime.store.shares import Share
 from realgraph.runtime.wire.protocol import Execute, Prefetch, SampleSource
-
-log = logging.getLogger(__name__)
 
 Sources = Sequence[SampleSource]
 
@@ -26,16 +22,17 @@ class Inputs:
         self._ahead: dict[tuple[str, int], tuple[Sources, Future[Values]]] = {}
         self._begun: dict[int, Future[Values]] = {}
 
-    def prefetch(self, command: Prefetch) -> None:
-        """Begin to gather what a later call of a step reads; kept until its `Execute` comes."""
+    def prefetch(self, command: Prefetch) -> Future[Values]:
+        """Begin to gather what a later call of a step reads; kept until its Execute comes. May end in TransferError."""
         gathered = self._thread.submit(self._gather, command.call, command.task, command.sources)
         self._ahead[command.call, command.step] = (command.sources, gathered)
+        return gathered
 
     def begin(self, command: Execute) -> None:
         """Begin to gather what is not here yet of the inputs of a command. What was fetched for a batch that has been
         formed anew since is let go."""
         sources, ahead = self._ahead.pop((command.call, command.step), ((), None))
-        if not set(sources) <= set(command.sources):
+        if not set(sources) <= set(command.sources) or (ahead is not None and ahead.done() and ahead.exception()):
             sources, ahead = (), None
         self._begun[command.task] = self._thread.submit(self._complete, command, sources, ahead)
 
@@ -48,12 +45,7 @@ class Inputs:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _complete(self, command: Execute, sources: Sources, ahead: Future[Values] | None) -> Values:
-        early: Values = {}
-        try:
-            early = ahead.result() if ahead is not None else early
-        except TransferError as error:
-            log.warning("the inputs of %s could not be fetched early: %s", command.call, error)
-            sources = ()
+        early: Values = ahead.result() if ahead is not None else {}
         here = set(sources)
         values = self._gather(command.call, command.task, [one for one in command.sources if one not in here])
         for key, held in early.items():

@@ -120,7 +120,7 @@ class Reallocate(_Message, frozen=True):
 
 
 class Prefetch(_Message, frozen=True, gc=False):
-    """Gather what `call` of `step` will read of these sources, and keep it until its Execute comes. No answer."""
+    """Gather what `call` of `step` will read of these sources, and keep it until its Execute comes."""
 
     task: int  # the same number for all workers of a mesh
     call: str
@@ -361,7 +361,7 @@ class Failed(_Message, frozen=True):
     worker: int
     call: str
     error: str  # one line, for people
-    kind: Literal["call", "function", "data", "numerics", "disk", "start", "worker", "deadline"] = "call"
+    kind: Literal["call", "function", "input", "data", "numerics", "disk", "start", "worker", "deadline"] = "call"
     sample: int = -1
     detail: str = ""  # the traceback, for the log
     late: tuple[int, ...] = ()  # workers that have missed a deadline: their stacks say why

@@ -24,6 +24,7 @@ from realgraph.runtime.job.engine_loss import shares_tokens
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.store.assemble import Assembler
+from realgraph.runtime.store.inputs import Inputs
 from realgraph.runtime.wire.protocol import (
     PEAK_BYTES,
     PREFETCHED_BYTES,
@@ -52,7 +53,7 @@ from realgraph.runtime.worker.evaluation import Evaluation
 from realgraph.runtime.worker.failures import failure
 from realgraph.runtime.worker.function_calls import FunctionCalls, PromptTexts
 from realgraph.runtime.worker.loading import LaterPrompts, Loading
-from realgraph.runtime.worker.model_calls import ModelCalls
+from realgraph.runtime.worker.model_calls import ModelCalls, rank_share
 from realgraph.runtime.worker.resources import ABANDONED_SECONDS, Resources
 from realgraph.runtime.worker.roles import Roles
 from realgraph.runtime.worker.samples import Lines, SamplesFile, keeps_samples, open_lines
@@ -100,6 +101,7 @@ class Compute:
         collectives = resources.join(job, self._configure.collective, self._configure.engine)
         self._loading = Loading(job)
         self._assembler = Assembler(graph, resources.store, resources.plane, ABANDONED_SECONDS)
+        self.inputs = Inputs(self._assembler, rank_share(job.plan.allocations, self.worker))
         self.roles = Roles(
             job, resources.handover, collectives, self._loading.decode, lambda call: self._work.put(Collect(call))
         )
@@ -107,14 +109,13 @@ class Compute:
             job.user_dir, job.function_processes(self.worker), max_processes=job.runtime.function_max_processes
         )
         self.functions = FunctionCalls(
-            job, self._assembler, host, self.worker, PromptTexts(self._loading.decode, self._prompt)
+            job, self._assembler, self.inputs, host, self.worker, PromptTexts(self._loading.decode, self._prompt)
         )
         for name, call in graph.calls.items():
             if isinstance(call, Function):
                 host.check(name, call)
         self._audit = self._lines(RunFolder(Path(job.run_dir)).audit) if job.outputs.audit else None
-        self._calls = ModelCalls(job, self._assembler, self.roles, self.worker, self._audit)
-        self.inputs = self._calls.inputs
+        self._calls = ModelCalls(job, self._assembler, self.inputs, self.roles, self.worker, self._audit)
         self._later = LaterPrompts(job, self._assembler, self._loading)
         if self._configure.resume:
             self.roles.load(resources.run_path(self._configure.resume))
@@ -152,11 +153,8 @@ class Compute:
         mask_unfinished = self.job.data.truncated == "mask"
         texts = Texts(self._loading.decode, self._loading.own_tokens if name == graph.generates[0] else {})
         writes = Writes.of(graph, name)
-        peers = (
-            Peers(self._sharing, self.job.rollout.interrupt == "wait")
-            if shares_tokens(self.job.graph, self.job.plan)
-            else None
-        )
+        shares = shares_tokens(self.job.graph, self.job.plan)
+        peers = Peers(self._sharing, self.job.rollout.interrupt == "wait") if shares else None
         return Rollouts(name, engine, sampling, call.reads[0], self._assembler, texts, writes, mask_unfinished, peers)
 
     @property

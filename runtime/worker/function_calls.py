@@ -15,6 +15,7 @@ from realgraph.runtime.functions.rewards import INLINE
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.sample_ids import group_of, place_of, sample_ids
 from realgraph.runtime.store.assemble import Assembler, Values, decode_value
+from realgraph.runtime.store.inputs import Inputs
 from realgraph.runtime.wire.protocol import Done, Execute, Mean, SampleSource
 
 
@@ -36,8 +37,11 @@ class PromptTexts(NamedTuple):
 class FunctionCalls:
     """Runs function calls. Safe to use from several threads."""
 
-    def __init__(self, job: Job, assembler: Assembler, host: FunctionHost, worker: int, texts: PromptTexts) -> None:
+    def __init__(
+        self, job: Job, assembler: Assembler, inputs: Inputs, host: FunctionHost, worker: int, texts: PromptTexts
+    ) -> None:
         self._graph, self._assembler, self._host, self._worker = job.graph, assembler, host, worker
+        self._inputs = inputs
         self._texts = texts
         self._outputs, self._groups = job.outputs, job.batch.groups
         self._early: dict[tuple[str, int], EarlyUnit] = {}  # by call and sample
@@ -69,7 +73,7 @@ class FunctionCalls:
         started = time.time()
         call = _function(self._graph, command.call)
         samples = [sample for share in command.shares for sample in share]
-        values = self._assembler.gather(command.sources, samples)
+        values = self._gathered(command) if call.over == "batch" else self._assembler.gather(command.sources, samples)
         begun = [self._early.pop((command.call, share[0]), None) for share in command.shares]
         early = {place: one for place, one in enumerate(begun) if one is not None}
         units = [
@@ -98,6 +102,10 @@ class FunctionCalls:
             arrived=self._assembler.arrived(command.sources, values),
             transcripts=self._transcripts(command, units, results),
         )
+
+    def _gathered(self, command: Execute) -> Values:
+        self._inputs.begin(command)
+        return self._inputs.take(command)
 
     def _transcripts(self, command: Execute, units: Sequence[Unit], results: Sequence[UnitResult]) -> tuple[str, ...]:
         """Every so many steps: some samples with their score, of a call that scores text. One of a group."""

@@ -9,6 +9,7 @@ from realgraph.graphs.infer import is_own
 from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS, MASK, TOKENS, own_tokens
 from realgraph.graphs.spec import Advantage, Inference, Train
 from realgraph.planner.plan.axes import coordinates_of, is_head, rank_workers
+from realgraph.planner.plan.plan import Allocation
 from realgraph.runtime.algorithms import advantages
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.engine import TrainOptions
@@ -35,13 +36,27 @@ def _refuse_long(call: Inference, batch: Packed, positions: int) -> None:
             raise TooLongForRole(f"{text}: lower data.max_prompt_tokens or batch.max_new_tokens")
 
 
-class ModelCalls:
-    """Runs the calls that work on packed batches. Used by the compute thread; its `inputs`, by the control loop."""
+def rank_share(allocations: Mapping[str, Allocation], worker: int) -> Callable[[str, int], Share | None]:
+    """By a call and the number of its task: the workers of this one's data-parallel rank, which gather the same."""
 
-    def __init__(self, job: Job, assembler: Assembler, roles: Roles, worker: int, audit: Lines | None) -> None:
-        """audit: the file that takes what each loss has used, if any."""
+    def share(call: str, task: int) -> Share | None:
+        if call not in allocations:
+            return None
+        layout = allocations[call].layout
+        return Share(task, rank_workers(layout, coordinates_of(layout, worker).dp))
+
+    return share
+
+
+class ModelCalls:
+    """Runs the calls that work on packed batches. Used by the compute thread alone."""
+
+    def __init__(
+        self, job: Job, assembler: Assembler, inputs: Inputs, roles: Roles, worker: int, audit: Lines | None
+    ) -> None:
+        """inputs: of commands, begun as these come. audit: the file that takes what each loss has used, if any."""
         self._graph, self._assembler, self._roles, self._worker = job.graph, assembler, roles, worker
-        self.inputs = Inputs(assembler, self._share)
+        self._inputs, self._share = inputs, rank_share(job.plan.allocations, worker)
         entries = applied_of(job.graph.calls)
         applied = {f"{entry.path}.fn": entry.fn for entry in entries if entry.kind == "step"}
         self._steps = load_applied(applied, job.user_dir)
@@ -79,17 +94,9 @@ class ModelCalls:
             held=self._roles.held_bytes(command.call),
         )
 
-    def _share(self, call: str, task: int) -> Share | None:
-        """The rank's workers, which gather the same."""
-        allocation = self._allocations.get(call)
-        if allocation is None:
-            return None
-        layout = allocation.layout
-        return Share(task, rank_workers(layout, coordinates_of(layout, self._worker).dp))
-
     def _gathered(self, command: Execute) -> Values:
         """To be called once a command."""
-        values = self.inputs.take(command)
+        values = self._inputs.take(command)
         share = self._share(command.call, command.task)
         self._arrived += self._assembler.arrived(command.sources, values, share)
         return values

@@ -14,11 +14,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
+
 from realgraph.graphs.spec import Function
 from realgraph.runtime.functions.pool import MAX_COROUTINES
 from realgraph.runtime.job.rotation import MEGABYTE, limit_log
 from realgraph.runtime.processes.launcher import WorkerBoot
 from realgraph.runtime.processes.processes import Watched
+from realgraph.runtime.store.bundle import PeerLostError, SlowPeerError
 from realgraph.runtime.wire.protocol import (
     RESCUE_CALL,
     Abort,
@@ -163,7 +166,7 @@ class Worker:
             case Drop(groups=groups):
                 self._ready.drop(groups)
             case Prefetch():
-                self._ready.inputs.prefetch(command)
+                self._spawn(self._prefetch(command))
             case Rescue():
                 self._spawn(self._rescue(command))
             case Shutdown():
@@ -216,6 +219,19 @@ class Worker:
             await self._send(failure(self.number, command.call, error))
         else:
             await self._send(done)
+
+    async def _prefetch(self, command: Prefetch) -> None:
+        began = time.time()
+        try:
+            await asyncio.wrap_future(self._ready.inputs.prefetch(command))
+        except Exception as error:
+            failed = failure(self.number, command.call, error)
+            if isinstance(error, PeerLostError | SlowPeerError):
+                log.warning("the inputs of %s of step %d can't be gathered: %s", command.call, command.step, error)
+                failed = msgspec.structs.replace(failed, kind="input")
+            await self._send(failed)
+        else:
+            await self._send(Done(self.number, command.task, command.call, started=began, ended=time.time()))
 
     async def _rescue(self, command: Rescue) -> None:
         began = time.time()
