@@ -34,6 +34,7 @@ from realgraph.runtime.wire.protocol import (
     Generated,
     Load,
     Loaded,
+    Prefetch,
     Reallocate,
     Sample,
     Save,
@@ -301,7 +302,7 @@ class PlanClock:
                 if call == self._generate:
                     self._coming[task] = command.version
                 self._work(worker, task, call, reallocation_node(call))
-            case Save(task=task):
+            case Save(task=task) | Prefetch(task=task):
                 self._later(0.0, Done(worker, task, "", {}))
             case Drop() | EndSession():
                 pass

@@ -237,7 +237,7 @@ class Simulator(SimulatedRollouts):
         self.feed(WorkerLost(number, reason))
         live = ledger.live
         for group, keeper in keepers.items() if self.halt is None else ():
-            kept = group in unbatched and able.get(keeper, -1) >= unbatched[group]
+            kept = group in live and group in unbatched and able.get(keeper, -1) >= unbatched[group]
             assert not kept or live[group].owner == keeper, "a group is not where its tokens are"
         self.batched -= {group for group in live if live[group].state is not GroupState.BATCHED}
 

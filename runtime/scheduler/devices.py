@@ -362,7 +362,8 @@ class Devices:
             return actions
         heads = [head for head in heads if head.call not in self._moves and self._may_run(head)]
         wanted = [head.call for head in heads if self.behind(head.call)]
-        wanted = [name for name in self.sessions if self.behind(name)] + wanted
+        names = [*self.sessions, *([self._program.generate] if self.engines.newcomers else ())]
+        wanted = [name for name in dict.fromkeys(names) if self.behind(name)] + wanted
         actions, moved = [], False
         reserved: set[int] = set()
         for name in wanted:

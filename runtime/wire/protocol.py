@@ -119,6 +119,9 @@ class Reallocate(_Message, frozen=True):
     joined: dict[int, int] = field(default_factory=dict)
 
 
+PREFETCH = "prefetch:"  # before the call, in answers to Prefetch
+
+
 class Prefetch(_Message, frozen=True, gc=False):
     """Gather what `call` of `step` will read of these sources, and keep it until its Execute comes."""
 

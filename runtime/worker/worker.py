@@ -23,6 +23,7 @@ from realgraph.runtime.processes.launcher import WorkerBoot
 from realgraph.runtime.processes.processes import Watched
 from realgraph.runtime.store.bundle import PeerLostError, SlowPeerError
 from realgraph.runtime.wire.protocol import (
+    PREFETCH,
     RESCUE_CALL,
     Abort,
     Bye,
@@ -231,7 +232,8 @@ class Worker:
                 failed = msgspec.structs.replace(failed, kind="input")
             await self._send(failed)
         else:
-            await self._send(Done(self.number, command.task, command.call, started=began, ended=time.time()))
+            name = f"{PREFETCH}{command.call}"
+            await self._send(Done(self.number, command.task, name, started=began, ended=time.time()))
 
     async def _rescue(self, command: Rescue) -> None:
         began = time.time()

@@ -15,6 +15,7 @@ from tests.equivalence.layouts import LAYOUTS
 from tests.equivalence.training import Case, Training, train
 from tests.ranks import RankProcesses
 
+TOLERANCE = 2e-5  # a beginning's gradients are summed in another order, and how much that changes depends on the CPU
 CASES = [
     ("none", "qwen3", "rl", "tp2"),
     ("none", "qwen2", "rl", "tp4"),
@@ -51,4 +52,4 @@ def test_beginnings_computed_once_train_as_those_computed_each(
     found, counts = zip(*four.run(train_sharing, case, models), strict=True)
     here = [count for training, count in zip(found, counts, strict=True) if training is not None]
     assert max(here) > 0
-    check(case, [*found], one, 1e-5)
+    check(case, [*found], one, TOLERANCE)

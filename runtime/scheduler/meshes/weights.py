@@ -103,6 +103,11 @@ class EngineWeights:
         return self.switched.get(engine, self.late.get(engine, others))
 
     @property
+    def newcomers(self) -> bool:
+        """True where engines in the places of lost ones wait for weights: they may be the only ones that are left."""
+        return bool(self.late.keys() & self.joined.keys())
+
+    @property
     def settled(self) -> bool:
         """True where all engines have the same weights, and no new ones are on their way."""
         return not self.late and not any(move.call == self._call for move in self.moving.values())
