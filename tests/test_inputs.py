@@ -1,14 +1,17 @@
 """Inputs of a call that were fetched ahead are there though their owner is gone since; and what was not is gathered."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from typing import cast
 
 import pytest
 import torch
 
-from realgraph.runtime.store.assemble import Assembler
+from realgraph.runtime.store.assemble import Assembler, Values
 from realgraph.runtime.store.bundle import TransferError
 from realgraph.runtime.store.inputs import Inputs
+from realgraph.runtime.store.shares import Share
 from realgraph.runtime.store.store import Store
 from realgraph.runtime.store.transfer import DataPlane
 from realgraph.runtime.wire.curve import LOOPBACK, make_keys
@@ -87,6 +90,31 @@ def test_a_fetch_that_fails_says_so_and_is_made_good_by_the_call_itself(reader: 
         reader.fetch(rewards(*SAMPLES))
     reader.owned.put("reward", [1], [torch.tensor([1.0])])
     assert reader.read("train", rewards(*SAMPLES), ADVANTAGES) == WHOLE
+
+
+class Standing:
+    """Gathers at once what worker 1 has, and what worker 0 has when it goes on."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+
+    def gather(self, sources: Sequence[SampleSource], samples: Iterable[int], share: Share | None) -> Values:
+        if any(source.worker == 0 for source in sources):
+            assert self.goes_on.wait(30.0)
+        return {source.keys[0]: {source.samples[0]: torch.ones(1)} for source in sources}
+
+
+def test_a_worker_that_stands_still_holds_up_only_the_call_that_reads_it() -> None:
+    standing = Standing()
+    inputs = Inputs(cast("Assembler", standing), lambda call, task: None)
+    waiting = inputs.prefetch(Prefetch(0, "train", 1, (rewards(0),)))
+    command = Execute(1, "train", 0, (SAMPLES,), (ADVANTAGES,))
+    inputs.begin(command)
+    assert inputs.take(command).keys() == {"advantages"}
+    assert not waiting.done()
+    standing.goes_on.set()
+    assert waiting.result(30.0).keys() == {"reward"}
+    inputs.close()
 
 
 def test_of_a_batch_that_was_formed_anew_nothing_old_is_read(reader: Reader) -> None:

@@ -1,8 +1,8 @@
 """Goes on without an engine that is lost, and with one that takes its place: its groups go on with those engines that
 keep their tokens. Those that nobody keeps are made again, from their prompts.
 
-No sample is lost or trained twice: a group has one number and one place in the ledger. What a step
-that has begun reads is with its workers already.
+No sample is lost or trained twice: a group has one number and one place in the ledger. The workers of a step have what
+it reads of engines before it begins.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The inputs of calls, gathered by a thread of its own as soon as it is known which call will read them: while the
+"""The inputs of calls, gathered by threads of their own as soon as it is known which call will read them: while the
 device is still busy with others, and before a worker that holds them may be lost. Worker side.
 """
 
@@ -10,6 +10,7 @@ from realgraph.runtime.store.shares import Share
 from realgraph.runtime.wire.protocol import Execute, Prefetch, SampleSource
 
 Sources = Sequence[SampleSource]
+_THREADS = 4  # one may wait for a worker that stands still
 
 
 class Inputs:
@@ -18,13 +19,13 @@ class Inputs:
     def __init__(self, assembler: Assembler, share: Callable[[str, int], Share | None]) -> None:
         """share: of a call and the number of its task, the workers that gather the same."""
         self._assembler, self._share = assembler, share
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="inputs")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="inputs")
         self._ahead: dict[tuple[str, int], tuple[Sources, Future[Values]]] = {}
         self._begun: dict[int, Future[Values]] = {}
 
     def prefetch(self, command: Prefetch) -> Future[Values]:
         """Begin to gather what a later call of a step reads; kept until its Execute comes. May end in TransferError."""
-        gathered = self._thread.submit(self._gather, command.call, command.task, command.sources)
+        gathered = self._threads.submit(self._gather, command.call, command.task, command.sources)
         self._ahead[command.call, command.step] = (command.sources, gathered)
         return gathered
 
@@ -34,7 +35,7 @@ class Inputs:
         sources, ahead = self._ahead.pop((command.call, command.step), ((), None))
         if not set(sources) <= set(command.sources) or (ahead is not None and ahead.done() and ahead.exception()):
             sources, ahead = (), None
-        self._begun[command.task] = self._thread.submit(self._complete, command, sources, ahead)
+        self._begun[command.task] = self._threads.submit(self._complete, command, sources, ahead)
 
     def take(self, command: Execute) -> Values:
         """Wait for the inputs of a command that has begun; once. Raises TransferError."""
@@ -42,7 +43,7 @@ class Inputs:
 
     def close(self) -> None:
         """Begin nothing more."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _complete(self, command: Execute, sources: Sources, ahead: Future[Values] | None) -> Values:
         early: Values = ahead.result() if ahead is not None else {}
