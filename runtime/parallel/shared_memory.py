@@ -1,11 +1,8 @@
 """Collectives of the CPU ranks of one host through memory that they share. Linux; nothing passes through a socket.
 
-A collective goes in rounds. Each rank writes its slot, waits at a barrier for its peers and reads their slots. Rounds
-use two slots of a rank in turn: who has passed the barrier of a round knows that all peers have read the slots of the
-round before. Sums add the ranks in their order, so all get the same bits.
-
-The barrier: a semaphore has one ticket less than there are ranks. Who finds none is the last to come; it puts the
-tickets back and posts one semaphore of every peer. So a rank sleeps and wakes once, however many peers it has.
+A collective goes in rounds. Each rank writes its slot, posts one semaphore of every peer, waits for every peer's post
+and reads the peers' slots. Rounds use two slots of a rank in turn: who has seen all posts of a round knows that all
+peers have read the slots of the round before. Sums add the ranks in their order, so all get the same bits.
 
 gloo sends the same tensors through TCP sockets and two threads a rank; under it the ranks of a busy host spend most of
 their time in the kernel.
@@ -33,7 +30,6 @@ PARTED_BYTES = 1 << 16  # of a sum: from here each rank adds its part of it and 
 LOOK_SECONDS = 0.5  # between two looks at the peers of a rank that waits
 _SEMAPHORE_BYTES = 64  # at least a `sem_t` of any Linux system, and a cache line
 _NOTE = torch.int64
-_N_NOTES = 4  # of each rank: the rounds still to come of the two slots, who has left, the barriers that it came to
 
 
 class _TimeSpec(ctypes.Structure):
@@ -53,15 +49,13 @@ class SharedMemory:
         whole = torch.frombuffer(mmap.mmap(file, _bytes_of(self.size)), dtype=torch.uint8)
         first = whole.data_ptr()
         self._libc = ctypes.CDLL(None, use_errno=True)
-        self._tickets = ctypes.c_void_p(first + _semaphore(self.size))
-        self._passes = [ctypes.c_void_p(first + _semaphore(peer)) for peer in self._looks]
-        self._pass = ctypes.c_void_p(first + _semaphore(rank))
-        self._barriers, self._is_last = 0, False
+        self._posts = [ctypes.c_void_p(first + _semaphore(peer, rank, self.size)) for peer in self._looks]
+        self._waits = [(peer, ctypes.c_void_p(first + _semaphore(rank, peer, self.size))) for peer in self._looks]
         notes = _notes_at(self.size)
-        self._notes = whole[notes : notes + _N_NOTES * self.size * _NOTE.itemsize].view(_NOTE).view(-1, self.size)
+        self._notes = whole[notes : notes + 3 * self.size * _NOTE.itemsize].view(_NOTE).view(3, self.size)
         # Read while a rank waits, so as often as chance will have it: by no operation of torch, since selective
         # recomputation counts those of a forward pass and of its repetition.
-        self._left, self._came = self._notes[2].numpy(), self._notes[3].numpy()
+        self._left = self._notes[2].numpy()
         slots = whole[_slots_at(self.size) :].view(2, self.size, SLOT_BYTES)
         self._slots: dict[torch.dtype, Tensor] = {torch.uint8: slots}
         self._round = 0
@@ -193,46 +187,33 @@ class SharedMemory:
         self._wait()
 
     def _post(self) -> None:
-        self._barriers += 1
-        self._came[self.rank] = self._barriers
-        self._is_last = self._libc.sem_trywait(self._tickets) != 0
-        if self._is_last:
-            for _ in self._passes:
-                self._libc.sem_post(self._tickets)
-            for semaphore in self._passes:
-                self._libc.sem_post(semaphore)
+        for semaphore in self._posts:
+            self._libc.sem_post(semaphore)
 
     def _wait(self) -> None:
-        if self._is_last:
-            return
         now = time.monotonic()
         end = now + self._seconds
         until = _time_spec(min(end, now + LOOK_SECONDS))
-        while self._libc.sem_clockwait(self._pass, time.CLOCK_MONOTONIC, until):
-            if (code := ctypes.get_errno()) not in (errno.ETIMEDOUT, errno.EINTR):
-                raise CollectiveError(f"a semaphore failed: {os.strerror(code)}")
-            self._look(end)
-            until = _time_spec(min(end, time.monotonic() + LOOK_SECONDS))
+        for peer, semaphore in self._waits:
+            while self._libc.sem_clockwait(semaphore, time.CLOCK_MONOTONIC, until):
+                if (code := ctypes.get_errno()) not in (errno.ETIMEDOUT, errno.EINTR):
+                    raise CollectiveError(f"a semaphore failed: {os.strerror(code)}")
+                self._look_at(peer, semaphore, end)
+                until = _time_spec(min(end, time.monotonic() + LOOK_SECONDS))
 
-    def _look(self, end: float) -> None:
+    def _look_at(self, peer: int, semaphore: ctypes.c_void_p, end: float) -> None:
         """Raises CollectiveError where a peer that this rank waits for will not come."""
-        ended = [peer for peer in self._looks if self._has_ended(peer)]
-        missing = [peer for peer in self._looks if self._came[peer] < self._barriers]
-        value = ctypes.c_int()
-        self._libc.sem_getvalue(self._pass, ctypes.byref(value))
-        if value.value > 0:  # they came before they left
-            return
-        for peer in missing or ended:  # none is missing: the last has come, and has ended before it posted
-            if peer in ended:
-                raise CollectiveError(f"worker {self._workers[peer]} has ended")
-        if time.monotonic() >= end:
-            peer = min(missing or self._looks)
-            raise CollectiveError(f"worker {self._workers[peer]} did not come within {self._seconds:g} s")
-
-    def _has_ended(self, peer: int) -> bool:
         ended = select.poll()
         ended.register(self._looks[peer], select.POLLIN)
-        return bool(self._left[peer]) or bool(ended.poll(0))
+        left = bool(self._left[peer]) or bool(ended.poll(0))
+        value = ctypes.c_int()
+        self._libc.sem_getvalue(semaphore, ctypes.byref(value))
+        if value.value > 0:  # it came before it left
+            return
+        if left:
+            raise CollectiveError(f"worker {self._workers[peer]} has ended")
+        if time.monotonic() >= end:
+            raise CollectiveError(f"worker {self._workers[peer]} did not come within {self._seconds:g} s")
 
 
 def open_shared_memory(
@@ -275,8 +256,8 @@ def _make_file(libc: ctypes.CDLL, size: int) -> int:
     os.fchmod(file, 0o600)
     memory = mmap.mmap(file, _slots_at(size))
     first = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    for number in range(size + 1):
-        if libc.sem_init(ctypes.c_void_p(first + _semaphore(number)), 1, size - 1 if number == size else 0):
+    for semaphore in range(0, _notes_at(size), _SEMAPHORE_BYTES):
+        if libc.sem_init(ctypes.c_void_p(first + semaphore), 1, 0):
             raise OSError(ctypes.get_errno(), "a semaphore can't be made")
     return file
 
@@ -290,14 +271,14 @@ def _combine(slots: Tensor | Sequence[Tensor], largest: bool, into: Tensor) -> T
     return into
 
 
-def _semaphore(number: int) -> int:
-    """The byte at which the semaphore of a rank lies that it waits for, and, behind those, the one with the tickets."""
-    return number * _SEMAPHORE_BYTES
+def _semaphore(of: int, by: int, size: int) -> int:
+    """The byte at which the semaphore of one rank lies that another posts."""
+    return (of * size + by) * _SEMAPHORE_BYTES
 
 
 def _notes_at(size: int) -> int:
-    """Behind the semaphores: int64 [_N_NOTES, ranks]."""
-    return (size + 1) * _SEMAPHORE_BYTES
+    """Behind the semaphores: int64 [3, ranks], of the two slots' rounds still to come, and of who has left."""
+    return size * size * _SEMAPHORE_BYTES
 
 
 def _bytes_of(size: int) -> int:
@@ -306,7 +287,7 @@ def _bytes_of(size: int) -> int:
 
 def _slots_at(size: int) -> int:
     """The first whole page behind the notes."""
-    end = _notes_at(size) + aligned(_N_NOTES * size * _NOTE.itemsize)
+    end = _notes_at(size) + aligned(3 * size * _NOTE.itemsize)
     return -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
