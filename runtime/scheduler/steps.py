@@ -114,12 +114,13 @@ class OpenSteps:
         self._open[batch.step] = step
         for name in self._program.prefetched:
             task = self.tasks.open("prefetch", name, batch.step, tally)
-            workers: list[int] = []
-            for members, sources in batch.prefetched(self._program.calls[name]):
-                workers += members if sources else ()
-                command = Prefetch(task.number, name, batch.step, sources)
-                actions += [Send(worker, command) for worker in members if sources]
-            self.tasks.fly(task, workers, now, self.limit(self.longest_seconds))
+            sends = [
+                Send(worker, Prefetch(task.number, name, batch.step, sources))
+                for members, sources in batch.prefetched(self._program.calls[name])
+                for worker in (members if sources else ())
+            ]
+            actions += sends
+            self.tasks.fly(task, [send.worker for send in sends], now, self.limit(self.longest_seconds))
             step.prefetching.add(name)
         return actions
 
@@ -146,8 +147,10 @@ class OpenSteps:
     # --- a worker is lost ---------------------------------------------------------------------------------------------
 
     def _holding(self, worker: int) -> list[int]:
-        """The steps whose groups `worker` has some of."""
-        return [n for n, step in self._open.items() if any(group.owner == worker for group in step.batch.groups)]
+        """The steps that may still need groups of which `worker` has some: all but those whose workers have what they
+        read of engines."""
+        own = [n for n, step in self._open.items() if any(group.owner == worker for group in step.batch.groups)]
+        return [n for n in own if self._open[n].prefetching or not self._program.prefetched]
 
     def _begun(self, number: int) -> bool:
         """True where a step can't be put back: a call on a mesh has started, one is under way, or has left numbers."""
@@ -155,16 +158,12 @@ class OpenSteps:
         lasting = any(self._program.calls[name].ranks or name in self.carried for name in step.started)
         return lasting or step.started != step.done
 
-    def _safe(self, number: int) -> bool:
-        """True where the workers of a step have all that it reads of engines."""
-        return bool(self._program.prefetched) and not self._open[number].prefetching
-
     def can_lose(self, worker: int) -> bool:
         """True where no step needs what `worker` has: its workers have that, or it has begun all calls that read it, or
         it can be put back."""
         if any(task.kind == "call" for task in self.tasks.of(worker)):
             return False
-        holding = [number for number in self._holding(worker) if not self._safe(number)]
+        holding = self._holding(worker)
         calls = self._program.calls
         for number in holding:
             left = [name for name in self._program.batched if name not in self._open[number].started]
@@ -174,8 +173,8 @@ class OpenSteps:
         return first is None or not any(self._begun(number) for number in self._open if number >= first)
 
     def put_back(self, worker: int) -> list[tuple[Batch, StepTally]]:
-        """Forget the steps, from the first on that has groups of `worker`, is not safe and has not begun."""
-        holding = [number for number in self._holding(worker) if not self._safe(number)]
+        """Forget the steps, from the first on that may need what `worker` has and has not begun."""
+        holding = self._holding(worker)
         first = min([number for number in holding if not self._begun(number)], default=None)
         numbers = [number for number in sorted(self._open) if first is not None and number >= first]
         for task in [task for task in self.tasks.flying.values() if task.kind == "prefetch" and task.step in numbers]:

@@ -25,6 +25,10 @@ class WorkerGone(BroadcastFailed):
     """The worker whose word was awaited has ended."""
 
 
+def _gone(worker: int | None) -> WorkerGone:
+    return WorkerGone(f"worker {worker}, which has a server, is gone")
+
+
 class UpdateWords:
     """The words of one generate call. seconds: that one may be waited for. is_gone: true of a worker that has ended,
     without which the run goes on. From any thread."""
@@ -47,7 +51,7 @@ class UpdateWords:
             if not whatever_fails and (why := self.failure(update)) is not None:
                 raise BroadcastFailed(why)
             if gone:
-                raise WorkerGone(f"worker {worker}, which has a server, is gone")
+                raise _gone(worker)
             if time.monotonic() - began > self.seconds:
                 raise BroadcastFailed(f"nobody has said {word!r} of update {update} in {self.seconds:.0f} s")
             time.sleep(pause)
@@ -65,7 +69,7 @@ class UpdateWords:
     def check_there(self, workers: Iterable[int]) -> None:
         """Raise WorkerGone for the first of these workers that is gone, if any."""
         for worker in filter(self._is_gone, workers):
-            raise WorkerGone(f"worker {worker}, which has a server, is gone")
+            raise _gone(worker)
 
     def said(self, update: int, word: str) -> str | None:
         """A word that somebody has told; None where nobody has."""
