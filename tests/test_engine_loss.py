@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from realgraph.planner.plan.axes import coordinates_of, session_layout
 from realgraph.planner.plan.layout import DeviceMesh, Layout
-from realgraph.runtime.commands.actions import Checkpointed, EngineLost, EvalEnded, Send
+from realgraph.runtime.commands.actions import Checkpointed, EngineLost, EvalEnded, Halt, Send
 from realgraph.runtime.job.engine_loss import expendable_engines, expendable_workers
 from realgraph.runtime.scheduler.scheduler import Scheduler
 from realgraph.runtime.wire.protocol import Failed, Forget, Prefetch
@@ -160,19 +160,34 @@ def test_an_engine_is_all_workers_that_generate_together(
             assert (inside.pp, inside.tp, inside.dp) == (outside.pp, outside.tp, outside.dp % alone.dp)
 
 
-def test_a_step_whose_inputs_are_lost_on_their_way_is_put_back() -> None:
-    """Worker 4 can't gather what engine 0 has, and says so before anybody knows that the engine is gone."""
+def fetching() -> tuple[Simulator, list[Prefetch]]:
+    """A run up to the moment when worker 4 gathers what engines have."""
     simulator = Simulator(Shape(n_workers=2 * N_ENGINES, split=True, staleness=1, steps=6), random.Random(5))
     while not (asked := [one.command for one in simulator.log if isinstance(one.command, Prefetch)]):
         simulator.run(simulator.n_events + 1)
+    return simulator, asked
+
+
+def broken(command: Prefetch) -> Failed:
+    return Failed(N_ENGINES, command.call, "PeerLostError: worker 0 is lost", "worker", task=command.task)
+
+
+def test_a_step_whose_inputs_are_lost_on_their_way_is_put_back() -> None:
+    simulator, asked = fetching()
     command = asked[0]
-    engine = command.sources[0].worker
-    assert simulator.scheduler.on(Failed(N_ENGINES, command.call, "worker 0 is lost", "input"), simulator.now) == []
-    simulator.lose(engine)
+    simulator.lose(command.sources[0].worker)
     assert command.task in simulator.scheduler._tasks.given_up
+    assert simulator.scheduler.on(broken(command), simulator.now) == []
     halt = simulator.run()
     assert halt is not None and halt.error is None, halt
     again = [
         one.command for one in simulator.log if isinstance(one.command, Prefetch) and one.command.step == command.step
     ]
     assert {one.task for one in again} > {one.task for one in asked if one.step == command.step}
+
+
+def test_inputs_that_can_not_be_had_though_nobody_is_lost_end_the_run_with_their_worker() -> None:
+    simulator, asked = fetching()
+    halt = simulator.scheduler.on(broken(asked[0]), simulator.now)[-1]
+    assert isinstance(halt, Halt)
+    assert halt.error is not None and "worker 0 is lost" in halt.error.error

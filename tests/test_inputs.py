@@ -1,7 +1,8 @@
 """Inputs of a call that were fetched ahead are there though their owner is gone since; and what was not is gathered."""
 
+import asyncio
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import cast
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from realgraph.runtime.store.assemble import Assembler, Values
-from realgraph.runtime.store.bundle import TransferError
+from realgraph.runtime.store.bundle import PeerLostError, TransferError
 from realgraph.runtime.store.inputs import Inputs
 from realgraph.runtime.store.shares import Share
 from realgraph.runtime.store.store import Store
@@ -36,7 +37,7 @@ class Reader:
 
     def fetch(self, *sources: SampleSource) -> None:
         """Worker 1 is to fetch these for the train call of step 0, and has when this returns."""
-        self.inputs.prefetch(Prefetch(self._task(), "train", 0, sources)).result()
+        assert asyncio.run(self.inputs.prefetch(Prefetch(self._task(), "train", 0, sources), 0.0))
 
     def read(self, call: str, *sources: SampleSource) -> dict[str, dict[int, float]]:
         """The first number of each value that a call of step 0 reads."""
@@ -107,14 +108,79 @@ class Standing:
 def test_a_worker_that_stands_still_holds_up_only_the_call_that_reads_it() -> None:
     standing = Standing()
     inputs = Inputs(cast("Assembler", standing), lambda call, task: None)
-    waiting = inputs.prefetch(Prefetch(0, "train", 1, (rewards(0),)))
     command = Execute(1, "train", 0, (SAMPLES,), (ADVANTAGES,))
-    inputs.begin(command)
-    assert inputs.take(command).keys() == {"advantages"}
-    assert not waiting.done()
-    standing.goes_on.set()
-    assert waiting.result(30.0).keys() == {"reward"}
+
+    async def both() -> None:
+        waiting = asyncio.create_task(inputs.prefetch(Prefetch(0, "train", 1, (rewards(0),)), 0.0))
+        inputs.begin(command)
+        assert (await asyncio.to_thread(inputs.take, command)).keys() == {"advantages"}
+        assert not waiting.done()
+        standing.goes_on.set()
+        assert await waiting
+
+    asyncio.run(both())
     inputs.close()
+
+
+class Unreachable:
+    """Worker 0 can't be reached when it is asked for sample 0, `times` times."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+        self.shared: list[bool] = []
+
+    def gather(self, sources: Sequence[SampleSource], samples: Iterable[int], share: Share | None) -> Values:
+        self.shared.append(share is not None)
+        if 0 in samples:
+            self.left -= 1
+            if self.left >= 0:
+                raise PeerLostError(0, "worker 0 is lost: the connection broke")
+        return {"reward": dict.fromkeys(samples, torch.ones(1))}
+
+
+@pytest.fixture
+def inputs_of() -> Iterator[Callable[[Unreachable], Inputs]]:
+    with ExitStack() as stack:
+
+        def make(gathering: Unreachable) -> Inputs:
+            inputs = Inputs(cast("Assembler", gathering), lambda call, task: Share(task, (1, 2)))
+            stack.callback(inputs.close)
+            return inputs
+
+        yield make
+
+
+FIRST, SECOND = (Prefetch(sample, "train", 0, (rewards(sample),)) for sample in (0, 1))
+
+
+def test_a_connection_that_breaks_and_comes_back_costs_no_fetch(inputs_of: Callable[[Unreachable], Inputs]) -> None:
+    twice = Unreachable(2)
+    inputs = inputs_of(twice)
+    assert asyncio.run(inputs.prefetch(FIRST, 60.0))
+    assert twice.shared == [True, False, False]  # the other reader may have all by now, and doesn't ask again
+    inputs.begin(command := Execute(1, "train", 0, ((0,),), FIRST.sources))
+    assert inputs.take(command)["reward"].keys() == {0}
+
+
+def test_a_worker_that_stays_unreachable_is_named_when_patience_is_over(
+    inputs_of: Callable[[Unreachable], Inputs],
+) -> None:
+    never = Unreachable(1000)
+    with pytest.raises(PeerLostError, match="the connection broke"):
+        asyncio.run(inputs_of(never).prefetch(FIRST, 1.0))
+    assert 1000 - never.left >= 2
+
+
+def test_of_two_fetches_for_a_call_the_first_ends_without_a_word(inputs_of: Callable[[Unreachable], Inputs]) -> None:
+    inputs = inputs_of(Unreachable(1))
+
+    async def both() -> list[bool]:
+        first = asyncio.create_task(inputs.prefetch(FIRST, 60.0))
+        await asyncio.sleep(0)  # it has begun
+        second = await inputs.prefetch(SECOND, 60.0)
+        return [await first, second]
+
+    assert asyncio.run(both()) == [False, True]
 
 
 def test_of_a_batch_that_was_formed_anew_nothing_old_is_read(reader: Reader) -> None:

@@ -196,7 +196,7 @@ class Inbox:
                 case Exit() as ended:
                     self._kept.extendleft(reversed(kept))  # the run may go on without that worker
                     return self._lost(ended)
-                case Failed(kind=kind, sample=sample) as other if kind not in ("worker", "input") and (
+                case Failed(kind=kind, sample=sample) as other if kind != "worker" and (
                     failure.kind == "worker" or sample >= 0
                 ):
                     return other

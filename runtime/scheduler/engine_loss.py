@@ -60,13 +60,10 @@ class EngineLosses:
         return [worker for worker in workers if worker not in self.gone]
 
     def ignores(self, event: Event) -> bool:
-        """True of what a worker that is gone has still said, and of further news of its end; of answers that nobody
-        waits for; and of inputs that could not be gathered, since the end of the engine that had them follows, or else
-        the deadline passes."""
+        """True of what a worker that is gone has still said, and of further news of its end; and of answers that nobody
+        waits for, also where it is that the inputs of a step that was put back could not be gathered."""
         match event:
-            case Failed(kind="input"):
-                return True
-            case Done(task=task) if task in self._steps.tasks.given_up:
+            case Done(task=task) | Failed(task=task) if task in self._steps.tasks.given_up:
                 return True
             case _:
                 return getattr(event, "worker", -1) in self.gone

@@ -364,11 +364,12 @@ class Failed(_Message, frozen=True):
     worker: int
     call: str
     error: str  # one line, for people
-    kind: Literal["call", "function", "input", "data", "numerics", "disk", "start", "worker", "deadline"] = "call"
+    kind: Literal["call", "function", "data", "numerics", "disk", "start", "worker", "deadline"] = "call"
     sample: int = -1
     detail: str = ""  # the traceback, for the log
     late: tuple[int, ...] = ()  # workers that have missed a deadline: their stacks say why
     frames: tuple[str, ...] = ()  # lines for people about these stacks, where they have been looked at
+    task: int = -1  # of a Prefetch, which may have been given up since
 
 
 class Met(_Message, frozen=True):

@@ -21,7 +21,6 @@ from realgraph.runtime.functions.pool import MAX_COROUTINES
 from realgraph.runtime.job.rotation import MEGABYTE, limit_log
 from realgraph.runtime.processes.launcher import WorkerBoot
 from realgraph.runtime.processes.processes import Watched
-from realgraph.runtime.store.bundle import PeerLostError, SlowPeerError
 from realgraph.runtime.wire.protocol import (
     PREFETCH,
     RESCUE_CALL,
@@ -55,6 +54,7 @@ from realgraph.runtime.worker.compute import Compute
 from realgraph.runtime.worker.failures import failure
 from realgraph.runtime.worker.resources import Resources
 
+LOSS_PATIENCE = 3.0  # times as long as it may take to find that a worker is lost, an unreachable one is asked again
 log = logging.getLogger(__name__)
 
 
@@ -222,18 +222,14 @@ class Worker:
             await self._send(done)
 
     async def _prefetch(self, command: Prefetch) -> None:
-        began = time.time()
+        began, name = time.time(), f"{PREFETCH}{command.call}"
+        patience = LOSS_PATIENCE * self._ready.job.runtime.lost_after_seconds
         try:
-            await asyncio.wrap_future(self._ready.inputs.prefetch(command))
+            if await self._ready.inputs.prefetch(command, patience):
+                await self._send(Done(self.number, command.task, name, started=began, ended=time.time()))
         except Exception as error:
             failed = failure(self.number, command.call, error)
-            if isinstance(error, PeerLostError | SlowPeerError):
-                log.warning("the inputs of %s of step %d can't be gathered: %s", command.call, command.step, error)
-                failed = msgspec.structs.replace(failed, kind="input")
-            await self._send(failed)
-        else:
-            name = f"{PREFETCH}{command.call}"
-            await self._send(Done(self.number, command.task, name, started=began, ended=time.time()))
+            await self._send(msgspec.structs.replace(failed, task=command.task))
 
     async def _rescue(self, command: Rescue) -> None:
         began = time.time()
