@@ -17,11 +17,11 @@ from torch import Tensor
 
 from benchmarks.data_plane import SIZES, Addresses, bare_turn, gather_turns, own
 from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.runtime.parallel.collectives.rendezvous import open_rendezvous, reach_store
 from realgraph.runtime.parallel.cuts import Box, layout_boxes
 from realgraph.runtime.parallel.exchange import BUCKET_BYTES, WeightPart, WorkerParts, reallocation
 from realgraph.runtime.parallel.groups import Collectives, LayoutRanks, Member
 from realgraph.runtime.parallel.mapped import MappedRoute
-from realgraph.runtime.parallel.rendezvous import open_rendezvous, reach_store
 from realgraph.runtime.store.store import Store
 from realgraph.runtime.store.transfer import DataPlane
 from realgraph.runtime.wire.curve import KeyPair, make_keys

@@ -18,8 +18,8 @@ def _serve(pipe: Connection, place: tuple[int, int, float], layouts: Sequence[La
     """A rank, its number, theirs and their deadline: join the group, then run what comes, until None."""
     import torch
 
+    from realgraph.runtime.parallel.collectives.rendezvous import FileRendezvous, reach_store
     from realgraph.runtime.parallel.groups import Collectives, Member
-    from realgraph.runtime.parallel.rendezvous import FileRendezvous, reach_store
 
     torch.set_num_threads(1)
     rank, n_ranks, seconds = place

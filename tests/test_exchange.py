@@ -19,6 +19,8 @@ from realgraph.planner.plan.layout import DeviceMesh, Layout, Stages
 from realgraph.runtime.engine import TrainEngine, TrainSettings
 from realgraph.runtime.parallel import exchange as exchanges
 from realgraph.runtime.parallel.checksums import Checksums, WeightsDiffer
+from realgraph.runtime.parallel.collectives.peers import wait_for
+from realgraph.runtime.parallel.collectives.rendezvous import CollectiveError
 from realgraph.runtime.parallel.cuts import layout_boxes, rows
 from realgraph.runtime.parallel.exchange import (
     Reallocation,
@@ -29,8 +31,6 @@ from realgraph.runtime.parallel.exchange import (
 )
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.parallel.mapped import MappedRoute
-from realgraph.runtime.parallel.peers import wait_for
-from realgraph.runtime.parallel.rendezvous import CollectiveError
 from realgraph.runtime.parallel.routes import rounds
 from realgraph.runtime.parallel.shares import shares
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine

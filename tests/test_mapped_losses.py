@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realgraph.runtime.parallel.checksums import Checksums
+from realgraph.runtime.parallel.collectives.rendezvous import CollectiveError
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.parallel.mapped import MappedRoute
-from realgraph.runtime.parallel.rendezvous import CollectiveError
 from realgraph.runtime.parallel.routes import handed_on
 from realgraph.runtime.worker.failures import failure
 from tests.ranks import RankProcesses

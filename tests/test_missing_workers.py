@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import FileStore, HashStore, Store
 
+from realgraph.runtime.parallel.collectives.rendezvous import Attendance, CollectiveError, RollCall
 from realgraph.runtime.parallel.groups import LayoutRanks, Ranks
-from realgraph.runtime.parallel.rendezvous import Attendance, CollectiveError, RollCall
 from tests.ranks import RankProcesses
 from tests.waiting import killed
 

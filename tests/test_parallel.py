@@ -14,8 +14,8 @@ from realgraph.runtime.batch import Packed
 from realgraph.runtime.engine import TrainOptions, TrainSettings
 from realgraph.runtime.logprob_gap import LogprobGap
 from realgraph.runtime.models.weights import whole
+from realgraph.runtime.parallel.collectives.rendezvous import CollectiveError
 from realgraph.runtime.parallel.groups import LayoutRanks, Ranks
-from realgraph.runtime.parallel.rendezvous import CollectiveError
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from realgraph.runtime.train.errors import NumericsError
 from realgraph.runtime.wire.protocol import Metric, merge

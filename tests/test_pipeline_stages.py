@@ -17,12 +17,12 @@ from realgraph.planner.plan.stages import layer_ranges, stages_of
 from realgraph.runtime.engine import TrainSettings
 from realgraph.runtime.logprob_gap import LogprobGap
 from realgraph.runtime.models.building import Start, build
+from realgraph.runtime.parallel.collectives.rendezvous import CollectiveError
 from realgraph.runtime.parallel.cuts import Box, Shard, cut
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.parallel.pipeline.executor import StageExecutor, StagePasses
 from realgraph.runtime.parallel.pipeline.schedules import Action, Pipe
 from realgraph.runtime.parallel.pipeline.stage import layer_stages
-from realgraph.runtime.parallel.rendezvous import CollectiveError
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from realgraph.runtime.train.errors import NumericsError
 from tests import tiny

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.runtime.parallel.collectives.rendezvous import CollectiveError, FileRendezvous, reach_store
 from realgraph.runtime.parallel.groups import LayoutRanks
-from realgraph.runtime.parallel.rendezvous import CollectiveError, FileRendezvous, reach_store
 from realgraph.runtime.wire.ports import listening_sockets, refuse_connections
 from tests.ranks import RankProcesses
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 from torch.utils.checkpoint import checkpoint
 
+from realgraph.runtime.parallel.collectives.rendezvous import CollectiveError
+from realgraph.runtime.parallel.collectives.shared_memory import LOOK_SECONDS, SLOT_BYTES, open_shared_memory
 from realgraph.runtime.parallel.groups import LayoutRanks, Ranks
-from realgraph.runtime.parallel.rendezvous import CollectiveError
-from realgraph.runtime.parallel.shared_memory import LOOK_SECONDS, SLOT_BYTES, open_shared_memory
 from realgraph.runtime.train.recompute import selective
 from tests.ranks import RankProcesses
 

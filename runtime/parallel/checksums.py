@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from realgraph.runtime.parallel.collectives.peers import Said, expect, say, wait_for
 from realgraph.runtime.parallel.cuts import Box
 from realgraph.runtime.parallel.exchange import Reallocation, WeightPart, WorkerParts
-from realgraph.runtime.parallel.peers import Said, expect, say, wait_for
 from realgraph.runtime.parallel.shares import Shares
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element

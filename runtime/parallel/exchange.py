@@ -20,9 +20,9 @@ from torch import Tensor
 
 from realgraph.planner.inputs.model_spec import Head, ModelSpec
 from realgraph.planner.plan.layout import Layout
+from realgraph.runtime.parallel.collectives.peers import OtherEnds, Said, expect, say
 from realgraph.runtime.parallel.cuts import Box, layout_boxes, overlap, whole_boxes
 from realgraph.runtime.parallel.groups import Member
-from realgraph.runtime.parallel.peers import OtherEnds, Said, expect, say
 from realgraph.runtime.parallel.routes import Holdings, Message, Piece, cut_to, rounds
 from realgraph.runtime.parallel.segments import WeightSegment
 from realgraph.runtime.wire.protocol import ArrivedBytes

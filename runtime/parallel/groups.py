@@ -31,8 +31,14 @@ from realgraph.planner.plan.axes import (
     session_layout,
 )
 from realgraph.planner.plan.layout import DeviceMesh, Layout
-from realgraph.runtime.parallel.rendezvous import Attendance, CollectiveError, RollCall, key_of, register_gloo
-from realgraph.runtime.parallel.shared_memory import SharedMemory, open_shared_memory
+from realgraph.runtime.parallel.collectives.rendezvous import (
+    Attendance,
+    CollectiveError,
+    RollCall,
+    key_of,
+    register_gloo,
+)
+from realgraph.runtime.parallel.collectives.shared_memory import SharedMemory, open_shared_memory
 from realgraph.runtime.wire.curve import LOOPBACK
 from realgraph.runtime.wire.ports import listening_sockets, refuse_connections
 

@@ -20,6 +20,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from realgraph.runtime.memory.anonymous import Window, map_bytes
+from realgraph.runtime.parallel.collectives.peers import OtherEnds, Said, awaited, heard, say, wait_for, word
 from realgraph.runtime.parallel.cuts import Box, overlap
 from realgraph.runtime.parallel.exchange import (
     Arrivals,
@@ -31,7 +32,6 @@ from realgraph.runtime.parallel.exchange import (
     own_views,
     travelling,
 )
-from realgraph.runtime.parallel.peers import OtherEnds, Said, awaited, heard, say, wait_for, word
 from realgraph.runtime.parallel.routes import Message, handed_on, rounds
 from realgraph.runtime.parallel.segments import MARK_BYTES
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from realgraph.runtime.parallel.collectives.shared_memory import SharedMemory
 from realgraph.runtime.parallel.groups import Ranks
-from realgraph.runtime.parallel.shared_memory import SharedMemory
 
 
 def shard(

@@ -11,7 +11,7 @@ from realgraph.runtime.algorithms.applied import AppliedError
 from realgraph.runtime.functions.host import FunctionError
 from realgraph.runtime.job.run_folder import disk_text
 from realgraph.runtime.logprob_gap import LogprobGap
-from realgraph.runtime.parallel.rendezvous import CollectiveError
+from realgraph.runtime.parallel.collectives.rendezvous import CollectiveError
 from realgraph.runtime.store.bundle import PeerLostError, SlowPeerError
 from realgraph.runtime.train.errors import LostPart, NumericsError
 from realgraph.runtime.wire.protocol import Failed

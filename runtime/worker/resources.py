@@ -12,8 +12,8 @@ from realgraph.runtime.files.client import FileClient
 from realgraph.runtime.files.paths import RemotePath, RunPath
 from realgraph.runtime.job.engine_loss import meeting_worker
 from realgraph.runtime.job.job import Job
+from realgraph.runtime.parallel.collectives.rendezvous import open_rendezvous, reach_store
 from realgraph.runtime.parallel.groups import Collectives, Member
-from realgraph.runtime.parallel.rendezvous import open_rendezvous, reach_store
 from realgraph.runtime.processes.environment import set_for_library
 from realgraph.runtime.processes.host_id import host_id
 from realgraph.runtime.processes.launcher import WorkerBoot

@@ -25,9 +25,9 @@ from realgraph.runtime.generate.rollouts import Rollouts, sample_seed
 from realgraph.runtime.job.engine_loss import expendable_workers
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.logprob_gap import EngineGap, check_engines, engine_name, logprob_limit, worst_of
+from realgraph.runtime.parallel.collectives.peers import naming
+from realgraph.runtime.parallel.collectives.rendezvous import CollectiveError
 from realgraph.runtime.parallel.groups import Ranks
-from realgraph.runtime.parallel.peers import naming
-from realgraph.runtime.parallel.rendezvous import CollectiveError
 from realgraph.runtime.wire.protocol import Max, Metric, Reallocate
 from realgraph.runtime.worker.roles import Roles
 

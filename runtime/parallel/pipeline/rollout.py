@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from realgraph.runtime.parallel.collectives.rendezvous import CollectiveError
 from realgraph.runtime.parallel.pipeline.schedules import Action, Handover
 from realgraph.runtime.parallel.pipeline.stage import PipelineStage, stage_of, walk
 from realgraph.runtime.parallel.pipeline.transfers import Transfers
 from realgraph.runtime.parallel.pipeline.turns import RolloutTurns
-from realgraph.runtime.parallel.rendezvous import CollectiveError
 
 Drawn = tuple[Tensor, Tensor]  # tokens [n] int64, and their log-probabilities [n]
 Around = Callable[[int], AbstractContextManager[None]]  # of a pass through a chunk, by the chunk's number

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch import Tensor
 
+from realgraph.runtime.parallel.collectives.rendezvous import CollectiveError
 from realgraph.runtime.parallel.groups import Ranks
 from realgraph.runtime.parallel.pipeline.schedules import Action, Handover
-from realgraph.runtime.parallel.rendezvous import CollectiveError
 
 AHEAD = 2  # posts whose messages may still be on their way out: their tensors stay until then
 

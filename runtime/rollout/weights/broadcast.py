@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import Backend, GroupName, ProcessGroup,
 
 from realgraph.runtime.engine import WeightSpec
 from realgraph.runtime.models.checkpoint_files import open_tensors
-from realgraph.runtime.parallel.rendezvous import LOOPBACK
+from realgraph.runtime.parallel.collectives.rendezvous import LOOPBACK
 from realgraph.runtime.rollout.weights.agreement import BroadcastFailed, UpdateWords, WorkerGone
 from realgraph.runtime.wire.ports import listening_sockets, refuse_connections
 

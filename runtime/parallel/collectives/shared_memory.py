@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from realgraph.runtime.memory.anonymous import aligned, open_anonymous
-from realgraph.runtime.parallel.rendezvous import CollectiveError
+from realgraph.runtime.parallel.collectives.rendezvous import CollectiveError
 
 SLOT_BYTES = 1 << 21  # a rank's part of one round
 PARTED_BYTES = 1 << 16  # of a sum: from here each rank adds its part of it and reads the parts of the others

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realgraph.runtime.parallel.rendezvous import CollectiveError
+from realgraph.runtime.parallel.collectives.rendezvous import CollectiveError
 
 log = logging.getLogger(__name__)
 
