@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import FileStore, HashStore, Store
 
-from realgraph.runtime.parallel.collectives.rendezvous import Attendance, CollectiveError, RollCall
+from realgraph.runtime.parallel.collectives.rendezvous import CollectiveError
+from realgraph.runtime.parallel.collectives.roll_call import Attendance, RollCall
 from realgraph.runtime.parallel.groups import LayoutRanks, Ranks
 from tests.ranks import RankProcesses
 from tests.waiting import killed

@@ -31,13 +31,8 @@ from realgraph.planner.plan.axes import (
     session_layout,
 )
 from realgraph.planner.plan.layout import DeviceMesh, Layout
-from realgraph.runtime.parallel.collectives.rendezvous import (
-    Attendance,
-    CollectiveError,
-    RollCall,
-    key_of,
-    register_gloo,
-)
+from realgraph.runtime.parallel.collectives.rendezvous import CollectiveError, register_gloo
+from realgraph.runtime.parallel.collectives.roll_call import Attendance, RollCall, key_of
 from realgraph.runtime.parallel.collectives.shared_memory import SharedMemory, open_shared_memory
 from realgraph.runtime.wire.curve import LOOPBACK
 from realgraph.runtime.wire.ports import listening_sockets, refuse_connections
