@@ -151,7 +151,7 @@ def test_a_stage_that_stays_away_is_named_within_the_deadline() -> None:
         first, _ = processes.run(leave, TWICE)
     finally:
         processes.close()
-    assert "hidden states of micro-batch 0 to pipeline stage 1 of workers 0 to 1 did not arrive" in first
+    assert "hidden states of micro-batch 0 to pipeline stage 1 of workers 0 and 1 did not arrive" in first
 
 
 def test_stages_that_a_model_can_not_lie_on_are_refused(folders: dict[str, Path]) -> None:

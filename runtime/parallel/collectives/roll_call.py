@@ -31,9 +31,14 @@ class Attendance:
         self._handles: dict[int, int] = {}  # by rank
         self._gone: set[int] = set()  # before they could be watched
 
-    def named(self, ranks: Sequence[int]) -> str:
-        """The workers of these ranks, for messages."""
-        return _named([self.workers[rank] for rank in ranks])
+    def named(self, ranks: Iterable[int]) -> str:
+        """The workers of these ranks, for messages: `worker 3`, `workers 4 and 6`, `workers 0 to 3`."""
+        named = sorted(self.workers[rank] for rank in ranks)
+        if len(named) == 1:
+            return f"worker {named[0]}"
+        if len(named) > 2 and named[-1] - named[0] == len(named) - 1:
+            return f"workers {named[0]} to {named[-1]}"
+        return f"workers {', '.join(map(str, named[:-1]))} and {named[-1]}"
 
     def arrive(self, ranks: Sequence[int]) -> None:
         """Leave word that this worker has come to make a group."""
@@ -41,8 +46,8 @@ class Attendance:
 
     def unformed(self, ranks: Sequence[int], error: Exception) -> CollectiveError:
         """The error of a group that was not made, with the workers that never came."""
-        missing = [self.workers[rank] for rank in ranks if not self.store.check([_mark(ranks, rank)])]
-        who = f"; never came: worker {', '.join(map(str, missing))}" if missing else ""
+        missing = [rank for rank in ranks if not self.store.check([_mark(ranks, rank)])]
+        who = f"; never came: {self.named(missing)}" if missing else ""
         return CollectiveError(f"{self.named(ranks)} could not form their group{who}: {error}")
 
     def watch(self) -> None:
@@ -130,14 +135,15 @@ class RollCall:
         if asking.ident is not None:
             asking.join(_ANSWER_SECONDS)
         if ended := self._ended(signs):
-            return f"{self._listed(ended)} {'has' if len(ended) == 1 else 'have'} ended"
+            return f"{self._attendance.named(ended)} {'has' if len(ended) == 1 else 'have'} ended"
         silent = set(self._ranks) - signs.of.keys()
         parts = [self._living()]
         if not signs.heard:
             store = f"the store of worker {self._attendance.opener}"
             parts.append(f"what the others saw is not known: {store} {signs.lost or 'does not answer'}")
         elif silent and what in _OF_ALL and any(sign.late for sign in signs.of.values()):
-            parts.append(f"{self._listed(silent)} gave no sign when the others met the deadline of {self._seconds:g} s")
+            they = self._attendance.named(silent)
+            parts.append(f"{they} gave no sign when the others met the deadline of {self._seconds:g} s")
         return ", ".join(part for part in parts if part)
 
     def _ended(self, signs: _Signs) -> set[int]:
@@ -172,14 +178,8 @@ class RollCall:
         seen = [rank for rank in self._ranks if self._attendance.watched([rank])]
         if len(seen) == 1:
             return ""
-        others = self._listed(set(self._ranks).difference(seen))
-        return f"the processes of {self._listed(seen)} live, and {others} can't be seen from their host"
-
-    def _listed(self, ranks: Iterable[int]) -> str:
-        workers = [str(self._attendance.workers[rank]) for rank in sorted(ranks)]
-        if len(workers) == 1:
-            return f"worker {workers[0]}"
-        return f"workers {', '.join(workers[:-1])} and {workers[-1]}"
+        others = self._attendance.named(set(self._ranks).difference(seen))
+        return f"the processes of {self._attendance.named(seen)} live, and {others} can't be seen from their host"
 
 
 def _process() -> str:
@@ -195,10 +195,3 @@ def key_of(ranks: Sequence[int]) -> str:
 
 def _mark(ranks: Sequence[int], rank: int) -> str:
     return f"realgraph/{key_of(ranks)}/{rank}"
-
-
-def _named(workers: Sequence[int]) -> str:
-    if (len(workers) > 2 and list(workers) == list(range(workers[0], workers[-1] + 1))) or len(workers) == 2:
-        between = "to" if workers[-1] - workers[0] == len(workers) - 1 else "and"
-        return f"workers {workers[0]} {between} {workers[-1]}"
-    return f"workers {', '.join(map(str, workers))}"
