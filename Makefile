@@ -114,9 +114,10 @@ docs: $(VENV)/run
 
 bench: $(VENV)/ready
 	$(PIP) --constraint constraints.txt --editable '.[bench]'
-	for name in scheduler hosts data_plane collectives reallocation generation generation_layouts parallel_engines context_parallel \
-		microbatching equivalence rehearsals vs_trl vs_accelerate quickstart planner planner_bounds planner_large \
-		predictions concurrency staleness_control async_vs_sync bad_inputs chaos chaos_async chaos_hosts crash_points; do \
+	for name in scheduler hosts data_plane collectives reallocation generation generation_layouts parallel_engines \
+		context_parallel microbatching equivalence rehearsals vs_trl vs_accelerate quickstart planner planner_bounds planner_large \
+		predictions concurrency staleness_control staleness_runs async_vs_sync bad_inputs chaos chaos_async chaos_hosts \
+		crash_points; do \
 		OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean:
