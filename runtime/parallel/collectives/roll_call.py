@@ -1,4 +1,4 @@
-"""Which workers of a group have come, which have ended, and which one is missing when a collective fails."""
+"""Attendance of the workers of a group: who has come, who has ended, and who is missing when a collective fails."""
 
 import os
 import select
