@@ -112,6 +112,7 @@ def test_a_worker_that_stands_still_holds_up_only_the_call_that_reads_it() -> No
 
     async def both() -> None:
         waiting = asyncio.create_task(inputs.prefetch(Prefetch(0, "train", 1, (rewards(0),)), 0.0))
+        await asyncio.sleep(0)  # it has begun
         inputs.begin(command)
         assert (await asyncio.to_thread(inputs.take, command)).keys() == {"advantages"}
         assert not waiting.done()
