@@ -58,12 +58,45 @@ def in_words(error: Exception) -> str:
     return (text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + " ...") or type(error).__name__
 
 
+OTHER_WORDS = {
+    "lr": "learning_rate actor_learning_rate",
+    "kl_coef": "beta init_kl_coef kl_loss_coef kl_ctl reference_policy_kl_penalty",
+    "group_size": "n num_generations num_generations_per_prompt n_samples n_samples_per_prompt rollout_n",
+    "epochs": "num_iterations ppo_epochs",
+    "minibatches": "num_mini_batches ppo_n_minibatches",
+    "clip_low": "epsilon clip_ratio clip_range eps_clip clip_ratio_low ratio_clip_min",
+    "clip_high": "epsilon clip_ratio clip_range eps_clip epsilon_high clip_ratio_high eps_clip_high ratio_clip_max",
+    "groups": "size batch_size train_batch_size rollout_batch_size num_prompts_per_step",
+    "max_new_tokens": "max_tokens max_completion_length max_response_length generate_max_len rollout_max_response_len",
+    "max_prompt_tokens": "max_prompt_length prompt_max_len rollout_max_prompt_len",
+    "max_tokens_per_microbatch": "ppo_max_token_len_per_gpu max_tokens_per_gpu max_token_len_per_gpu",
+    "staleness": "max_async_level async_level max_head_offpolicyness max_off_policyness",
+    "nodes": "nnodes num_nodes",
+    "devices": "gpus n_gpus num_gpus gpus_per_node n_gpus_per_node num_gpus_per_node",
+    "path": "model_path model_name_or_path pretrain hf_checkpoint dataset train_files prompt_data",
+    "steps": "epochs max_steps max_num_steps total_training_steps num_train_epochs total_epochs num_rollout",
+    "data": "dataset",
+    "outputs": "output_dir ckpt_path save_path default_local_dir",
+    "bfloat16": "bf16",
+    "float16": "fp16 half",
+    "float32": "fp32 float",
+    "tp": "tp_size tensor_parallel_size tensor_model_parallel_size",
+    "pp": "pp_size pipeline_parallel_size pipeline_model_parallel_size",
+    "cp": "cp_size context_parallel_size",
+    "ep": "ep_size expert_parallel_size expert_model_parallel_size",
+    "dp": "dp_size data_parallel_size",
+}  # names here -> those of TRL, verl, OpenRLHF, NeMo-RL, slime, AReaL and prime-rl
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """A hint that names the closest known spelling, or lists what is known when nothing is close.
 
-    A word that others begin with (`H100` of `H100-SXM`, `train` of `train_actor`) stands for those.
+    A word that others begin with (`H100` of `H100-SXM`, `train` of `train_actor`) stands for those, and a word of other
+    tools (`learning_rate`) for ours.
     """
     choices: Sequence[str] = sorted(set(known))
+    if meant := [choice for choice in choices if word.lower().replace("-", "_") in OTHER_WORDS.get(choice, "").split()]:
+        return f"did you mean {' and '.join(map(repr, meant))}?"
     longer = [choice for choice in choices if choice.lower().startswith(word.lower())] if len(word) > 2 else []
     if 0 < len(longer) <= 4:
         return f"did you mean {' or '.join(map(repr, longer))}?"

@@ -1,11 +1,13 @@
 """Mistakes in a run file, its data and its model: each is refused with its place, all of them at once."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from realgraph.commands.check import check_command
-from realgraph.graphs.errors import Where
+from realgraph.graphs.errors import OTHER_WORDS, Where
+from realgraph.reference.reference import generated_files
 from realgraph.run.running import claim, prepare
 from realgraph.run_file.compose import check_run
 from realgraph.run_file.local_data import probe_data
@@ -32,6 +34,11 @@ __all__ = ["place"]
         ("steps: 3", "format: 7", "$.format", "format 7 is unknown: this version reads formats 1 to 1", "newer"),
         ("steps: 3", "seed: ${oc.env:SEED}", "$.seed", "${oc.env:SEED} is not a plain reference", ""),
         ("lr: 2e-6", "lrr: 2e-6", "$.params.lrr", "the graph grpo has no parameter 'lrr'", "did you mean 'lr'?"),
+        ("lr: 2e-6", "learning_rate: 2e-6", "$.params.learning_rate", "has no parameter", "did you mean 'lr'?"),
+        ("lr: 2e-6", "epsilon: 0.2", "$.params.epsilon", "no parameter", "did you mean 'clip_high' and 'clip_low'?"),
+        ("steps: 3", "max-steps: 3", "$.max-steps", "unknown key 'max-steps'", "did you mean 'steps'?"),
+        ("path: model}", "model_path: model}", "$.models.actor.model_path", "unknown key", "did you mean 'path'?"),
+        ("groups: 4", "train_batch_size: 4", "$.batch.train_batch_size", "unknown key", "did you mean 'groups'?"),
         ("lr: 2e-6", "lr: fast", "$.params.lr", "expected a number, as the graph's default", ""),
         ("lr: 2e-6", "lr: ${graph}", "$.params.lr", "expected a number, as the graph's default", ""),
         ("reward: {fn", "rewrad: {fn", "$.calls.rewrad", "the graph grpo has no call 'rewrad'", "mean 'reward'?"),
@@ -123,6 +130,14 @@ def test_each_mistake_of_a_run_file_has_its_place(
     if not here[0].text.startswith("required") and path != "$.models.actor":
         assert here[0].where.line == given_at[-1]
         assert here[0].where.file == str(place / "run.yaml")
+
+
+def test_words_of_other_tools_stand_for_names_that_there_are() -> None:
+    texts = [*generated_files().values(), *(file.read_text() for file in (ROOT / "graphs" / "library").glob("*.yaml"))]
+    names = set(re.findall(r"\w+", " ".join(texts)))
+    assert OTHER_WORDS.keys() <= names
+    for ours, theirs in OTHER_WORDS.items():
+        assert ours not in theirs.split()
 
 
 def test_held_out_data_are_read_as_the_training_data(place: Path) -> None:
