@@ -87,9 +87,15 @@ def test_a_report_as_json_has_the_problems_or_the_graph(
     ]
 
 
-def test_a_file_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "grpo_small.yaml").touch()
+    assert typed("check", str(tmp_path / "grpo_smal.yaml"), monkeypatch=monkeypatch) == 2
+    assert "did you mean 'grpo_small.yaml'?" in capsys.readouterr().err
     assert typed("check", "/nowhere/run.yaml", monkeypatch=monkeypatch) == 2
-    assert capsys.readouterr().err == "/nowhere/run.yaml: $: can't be read: No such file or directory\n"
+    text = "/nowhere/run.yaml: $: can't be read: No such file or directory\n  hint: realgraph init writes a run file\n"
+    assert capsys.readouterr().err == text
     assert typed("graph", "gropo", monkeypatch=monkeypatch) == 2
     assert "did you mean 'grpo'?" in capsys.readouterr().err
 

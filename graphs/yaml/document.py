@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import yaml
 from msgspec import Struct, field
 
-from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
 from realgraph.graphs.yaml.files import read_text
 
 Tree: TypeAlias = bool | int | float | str | list["Tree"] | dict[str, "Tree"] | None
@@ -130,10 +130,17 @@ def read_document(file: Path, shown: str) -> Document:
     try:
         text = read_text(file, MOST_BYTES)
     except OSError as error:
-        raise ConfigError([Problem(Where(shown), f"can't be read: {error.strerror or error}")]) from error
+        hint = _files_beside(file) if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError([Problem(Where(shown), f"can't be read: {error.strerror or error}", hint)]) from error
     except UnicodeDecodeError as error:
         raise ConfigError([Problem(Where(shown), f"is not UTF-8 text: byte {error.start}")]) from error
     return parse_document(text, shown)
+
+
+def _files_beside(file: Path) -> str:
+    """A hint for a file that is not there."""
+    names = [path.name for path in file.parent.glob("*.yaml")] if file.parent.is_dir() else []
+    return suggest(file.name, names) or "realgraph init writes a run file"
 
 
 def parse_document(text: str, shown: str) -> Document:
