@@ -10,10 +10,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # A change that breaks the tests by the dozen is red soon.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --maxfail=20
-# Tests start worker processes of their own, and a quarter of the time goes by in waits: one more at a time than there
-# are cores, a few however many these are.
-TESTS := $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')
-SPREAD := --numprocesses=$(TESTS) --dist=worksteal
+# Tests start worker processes of their own: a few at a time, however many cores there are.
+SPREAD := --numprocesses=auto --maxprocesses=4 --dist=worksteal
 
 # The planner's search as machine code, kept beside its sources: a second of processor time where it is there already.
 COMPILE = $(BIN)/python -c 'from realgraph.screen.first_search import prepare_search; prepare_search()'
