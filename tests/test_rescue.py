@@ -45,9 +45,12 @@ class Survivors:
         if worker in self._dies:
             self._ends.put_nowait((worker, -9))
         elif worker in self._fails:
-            self._replies.put_nowait((worker, Failed(worker, RESCUE_CALL, self._fails[worker], "disk")))
+            self.reply(Failed(worker, RESCUE_CALL, self._fails[worker], "disk"))
         else:
-            self._replies.put_nowait((worker, Done(worker, command.task, RESCUE_CALL)))
+            self.reply(Done(worker, command.task, RESCUE_CALL))
+
+    def reply(self, reply: Done | Failed) -> None:
+        self._replies.put_nowait((reply.worker, reply))
 
     def host_of(self, worker: int) -> str:
         return ""

@@ -185,9 +185,12 @@ class Inbox:
         """`failure`, or what comes within a moment and tells more.
 
         A collective fails on every worker when one has died: its end, or its silence, explains the others' errors. A
-        loss that is not finite is noticed by all ranks: the one that has the sample names it.
+        loss that is not finite is noticed by all ranks: the one that has the sample names it. Inputs that could not be
+        gathered have been waited for: what explains them has come, and the run goes on where their step was put back.
         """
         if failure.kind not in ("worker", "numerics") or failure.sample >= 0 or failure.worker in self.gone:
+            return failure
+        if failure.task >= 0:
             return failure
         kept: list[Happened] = [failure] if failure.worker >= 0 else []
         until = self.clock.now() + EXPLAIN_SECONDS
@@ -196,7 +199,7 @@ class Inbox:
                 case Exit() as ended:
                     self._kept.extendleft(reversed(kept))  # the run may go on without that worker
                     return self._lost(ended)
-                case Failed(kind=kind, sample=sample) as other if kind != "worker" and (
+                case Failed(kind=kind, sample=sample, task=-1) as other if kind != "worker" and (
                     failure.kind == "worker" or sample >= 0
                 ):
                     return other
