@@ -139,8 +139,7 @@ def read_document(file: Path, shown: str) -> Document:
 
 def _files_beside(file: Path) -> str:
     """A hint for a file that is not there."""
-    names = [path.name for path in file.parent.glob("*.yaml")] if file.parent.is_dir() else []
-    return suggest(file.name, names) or "realgraph init writes a run file"
+    return suggest(file.name, (path.name for path in file.parent.glob("*.yaml"))) or "realgraph init writes a run file"
 
 
 def parse_document(text: str, shown: str) -> Document:
