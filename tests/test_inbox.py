@@ -1,4 +1,4 @@
-"""What the master hears next, where one worker's failure may be explained by another's."""
+"""The order in which the master hears of failures, of which one may explain another."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,7 +18,7 @@ DONE = Done(3, 5, "train")
 
 
 def heard(replies: list[Done | Failed], until: Callable[[list[Any]], bool]) -> list[Any]:
-    """What comes of replies that are there at once, in order."""
+    """The events of replies that are there at once, in order."""
 
     async def listen() -> list[Any]:
         survivors = Survivors()
