@@ -21,6 +21,7 @@ from realgraph.planner.search.window import window_of
 from realgraph.planner.solve.solver import solve
 
 RETRIED_GAP = 0.01  # of a gap: a plan of streams that is worse than its bound by more is tried in other ways
+PROVEN_SHARE = 0.25  # of the gap that is asked for: what a search on cut intervals, which are few, leaves unproven
 EVERY_LEVEL_STEPS = 16  # steps of staleness: each level up to here is searched, above it half as many again
 
 
@@ -125,7 +126,10 @@ def _bound(tried: list[Found], bound: float, limits: Limits, known: Known, known
         window = None
         if known_period is not None:
             window = window_of(first.prepared, min(known_period, _best(tried).plan.period_seconds))
-        again, proven = _again(first, StreamRows(least, window=window), _left(limits, tried), known)
+        left = _left(limits, tried)
+        if window is not None:
+            left = replace(left, gap=PROVEN_SHARE * limits.gap)
+        again, proven = _again(first, StreamRows(least, window=window), left, known)
         if window is not None:
             bound = max(bound, min(proven, window.period))  # a bound of faster plans alone
         if again is None:
@@ -143,9 +147,9 @@ def _again(first: Found, rows: StreamRows, limits: Limits, known: Known) -> tupl
         return None, float("inf")
     solution = solve(prepared.problem, limits)
     if isinstance(solution, Unsolved):
-        return None, float("inf") if solution.proven else 0.0
+        return None, float("inf") if solution.proven else solution.bound
     if solution.stopped != "proven":
-        return None, 0.0
+        return None, solution.bound
     return Found(prepared, solution, plan_of(prepared, solution)), solution.bound
 
 
