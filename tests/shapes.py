@@ -92,6 +92,7 @@ class Shape:
     tp: int = 1
     moves: bool = False  # reallocations have turns of their own
     again: bool = False  # grpo, ppo: a second train call of the actor
+    late: Literal["", "sample", "group"] = ""  # grpo: a function over samples or groups that reads an inference call
     slow: float = 0.0  # share of the parts of a submission that take ten times as long to make
     eval_on: EvalOn | None = None  # where the plan allows it
     checkpoint_seconds: float = 0.0  # simulated; 0: by steps only
@@ -172,7 +173,10 @@ def graph_of(shape: Shape) -> Graph:
         return build_graph(rows, ("prompt", "answer"), shape.n)
     rows.append(("ref_logp", Inference("ref", "logprobs", ("ref_logprobs",)), ("tokens",), ("ref_logprobs",)))
     if shape.algorithm == "grpo":
-        rows.append(("advantage", Advantage({}), ("reward", "tokens", "mask"), ("advantages",)))
+        if shape.late:
+            rows.append(("shape", Function("shape", over=shape.late), ("reward", "ref_logprobs"), ("shaped",)))
+        score = "shaped" if shape.late else "reward"
+        rows.append(("advantage", Advantage({}), (score, "tokens", "mask"), ("advantages",)))
         rows.append(("train", train, (*behaviour, "advantages", "ref_logprobs"), ()))
         if shape.again:
             rows.append(("train_again", train, (*behaviour, "advantages"), ()))

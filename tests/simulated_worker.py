@@ -4,9 +4,9 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
-from realgraph.graphs.spec import Advantage, Generate, Inference, Train
+from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Train
 from realgraph.planner.plan.residency import dropped_copies, shares_trained_copy
-from realgraph.runtime.job.engine_loss import shares_tokens
+from realgraph.runtime.job.engine_loss import expendable_workers, shares_tokens
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.sample_ids import group_of, sample_ids
 from realgraph.runtime.scheduler.program import ranks_of
@@ -177,7 +177,8 @@ class Workers:
     def prefetch(self, number: int, command: Prefetch) -> None:
         """Inputs that a worker gathers for a call to come lie where the command says."""
         named = {(key, sample) for source in command.sources for key in source.keys for sample in source.samples}
-        assert command.call in self.layouts or isinstance(self.graph.calls[command.call], Advantage)
+        assert command.call in self.layouts or isinstance(self.graph.calls[command.call], Advantage | Function)
+        assert number not in expendable_workers(self.graph, self.job.plan), "inputs of a step on an engine"
         assert {key for key, _ in named} <= set(self.graph.reads[command.call])
         for source in command.sources:
             self.check_source(command.call, source)

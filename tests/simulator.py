@@ -290,7 +290,10 @@ class Simulator(SimulatedRollouts):
 
         n, of_groups = {"n": Mean(float(len(samples)))}, dict[int, dict[str, Mean]]()
         if isinstance(call, Function) and call.over != "batch":
-            of_groups = {group: {"group": Mean(float(group))} for group in {group_of(sample) for sample in samples}}
+            groups = {group_of(sample) for sample in samples}  # of which others may have some samples: each counts once
+            firsts = {group: self.left(group)[:1] for group in groups}
+            own = [group for group, first in firsts.items() if samples.issuperset(first)]
+            of_groups = {group: {"group": Mean(float(group))} for group in own}
         self.answer(number, command.task, command.call, ended, n, left_out, command.step, of_groups)
 
     def check_mesh_call(self, number: int, command: Execute) -> None:

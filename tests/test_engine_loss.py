@@ -33,11 +33,12 @@ def shape_of(rng: random.Random, tp: int = 1) -> Shape:
 
 def test_engines_die_at_random_moments_and_no_group_is_lost_or_trained_twice() -> None:
     """Each run loses up to all engines but one, and goes on: the workers of a step that has begun have fetched what the
-    engines had."""
+    engines had, those of functions that need its results among them."""
     n_survived, n_moved = 0, 0
     for seed in range(120):
         rng = random.Random(seed)
         shape = shape_of(rng, tp=2 if seed % 3 == 2 else 1)
+        shape.late = ("", "sample", "group")[seed // 3 % 3]
         simulator = Simulator(shape, rng)
         assert expendable_workers(simulator.graph, simulator.job.plan) == set(range(N_ENGINES * shape.tp))
         for engine in rng.sample(range(N_ENGINES), rng.randint(1, N_ENGINES - 1)):

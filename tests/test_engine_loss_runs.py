@@ -1,7 +1,9 @@
 """A real asynchronous run whose engines are killed: it goes on without the first, from its tokens, and not without the
 last."""
 
+import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -32,6 +34,17 @@ def score(text: str, answer: str) -> float:
         time.sleep(0.05)
     time.sleep(0.05)
     return quick(text, answer)
+"""
+SHAPED = """
+import time
+from pathlib import Path
+
+HOLD = Path(__file__).parent / "hold_shape"
+
+def shape(text: str, reward: float, ref_logprobs: list[float]) -> float:
+    while HOLD.exists():
+        time.sleep(0.05)
+    return reward + 0.001 * sum(ref_logprobs)
 """
 RUN = merged(
     GRPO,
@@ -103,4 +116,39 @@ def test_a_run_goes_on_without_an_engine_that_is_killed_and_ends_with_the_last(h
     assert sorted({record["step"] for record in steps}) == list(range(n_steps + 3))
     assert all(record["metrics"].get("train/update_gap", 0.0) < 1e-3 for record in steps)
     judged = judge_run(home / "loss")
+    assert judged.problems == ()
+
+
+def test_a_begun_step_whose_functions_need_its_results_needs_no_engine(home: Path) -> None:
+    """The engine is killed while a function over samples waits that has read the reference's log-probabilities."""
+    (home / "slow.py").write_text(SLOW)
+    (home / "shaped.py").write_text(SHAPED)
+    shape = {
+        "kind": "function",
+        "fn": "shaped:shape",
+        "over": "sample",
+        "reads": ["text", "reward", "ref_logprobs"],
+        "writes": {"shaped": "sample float32"},
+        "timeout_seconds": 60,
+    }
+    changes = {
+        "params": {"kl_coef": 0.01},
+        "allocation": {"ref_logp": {"first": 2, "devices": 1}},
+        "calls": {"shape": shape, "advantage": {"reads": ["shaped"]}},
+        "outputs": {"transcripts_every": 1},
+    }
+    running = start(home, "run", str(write_run(home, "shaped", merged(RUN, changes))), name="shaped", special=KEEPING)
+    running.until_step(3)
+    (home / "hold_shape").touch()
+    until_still(running)
+    os.kill(running.workers()[0], signal.SIGKILL)
+    running.until(lambda: "The run goes on with 1 of 2 engines" in running.output(), "the loss")
+    (home / "hold_shape").unlink()
+    running.until_step(len(records(home / "shaped")) + 4)
+    running.interrupt()
+    assert running.wait() == 130, running.output()
+    shown = [json.loads(line)["text"] for line in (home / "shaped" / "transcripts.jsonl").read_text().splitlines()]
+    scored = [text for text in shown if "[shaped" in text]
+    assert scored and all(re.match(r"\d\d\+\d\d=", text) for text in scored), shown[:3]
+    judged = judge_run(home / "shaped")
     assert judged.problems == ()

@@ -105,9 +105,9 @@ def test_a_batch_has_what_is_left_of_each_group(groups: list[Group], dp: int, wh
         assert {batch.owners(GROUP_OWNER)[p] for p in at} == {group.owner}
         holders = {group.owner, group.makers["judge"], *(batch.owners("values")[p] for p in at)}
         assert {worker for worker, held in batch.holdings().items() if group.id in held} == holders
-    of_groups = batch.units(range(len(batch.ids)), per_group=True)
+    of_groups = units_of(batch.ids, per_group=True)
     assert [list(unit) for unit in of_groups] == [[one.sample for one in own] for own in left.values()]
-    assert batch.units(range(len(batch.ids)), per_group=False) == tuple((one.sample,) for one in flat)
+    assert units_of(batch.ids, per_group=False) == tuple((one.sample,) for one in flat)
 
 
 @given(groups=members())

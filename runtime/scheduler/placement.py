@@ -207,10 +207,6 @@ class Batch:
             positions_of.setdefault(worker, []).append(position)
         return positions_of
 
-    def units(self, positions: Sequence[int], per_group: bool) -> tuple[tuple[int, ...], ...]:
-        """Shares of a function: one per sample, or one per group (whole groups lie with one owner)."""
-        return units_of(self.named(positions), per_group)
-
     def holdings(self) -> dict[int, tuple[int, ...]]:
         """Worker -> the groups of which it may hold any key: all workers of a rank, of what its head owns."""
         numbers = [group_of(sample) for sample in self.ids]

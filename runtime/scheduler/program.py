@@ -3,6 +3,8 @@
 Two classes of calls: generate, inference and train hold a mesh; functions and advantages are free. Of the free, those
 that see one group at a time and need nothing of the whole batch are *streaming*: they start as soon as their group is
 made, on the worker that made it (its owner). So do later generate calls of a group, on a worker of their own mesh.
+Functions that need results of the whole batch run where training does, so that a step that has begun needs nothing that
+only the owners of its groups have; without training, on these owners, who write the samples down.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +18,7 @@ from realgraph.graphs.functions import KEEP
 from realgraph.graphs.graph import INPUT, Graph
 from realgraph.graphs.infer import is_own
 from realgraph.graphs.keys import TOKENS, own_tokens
-from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Train
+from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, Train
 from realgraph.planner.plan.axes import head_worker, rank_workers
 from realgraph.planner.plan.layout import Layout
 from realgraph.planner.plan.plan import Plan
@@ -41,8 +43,9 @@ class CallPlan(Struct, frozen=True):
     role: str
     reads: dict[str, tuple[str, ...]]  # owner (GROUP_OWNER, or the call whose workers hold the keys) -> keys
     after: tuple[str, ...]  # calls of the same step that come first
-    workers: tuple[int, ...]  # all that run it; of stream and late: the groups' owners
-    ranks: tuple[tuple[int, ...], ...] = ()  # its data-parallel ranks' workers, heads first
+    workers: tuple[int, ...]  # all that run it; of stream, and of late where nothing trains: the groups' owners
+    # its data-parallel ranks' workers, heads first; of late, where something trains: each of `workers`
+    ranks: tuple[tuple[int, ...], ...] = ()
     needs: int = 0  # of stream and later generate calls: bit set of the streaming calls that come before it
     ordinal: int = 0  # of train: train calls of the role that come before it in a step
     trainer_workers: tuple[int, ...] = ()  # those of `trainer`
@@ -50,7 +53,7 @@ class CallPlan(Struct, frozen=True):
     dropped: tuple[str, ...] = ()  # calls whose common copy of the weights is given up after this one
     gives_way: bool = False  # of generate: what it holds is given up between two sessions
     per_group: bool = False  # of functions: over whole groups
-    whole_groups: bool = False  # of train: a group's samples are compared, and so stay together
+    whole_groups: bool = False  # a group's samples are compared, and so stay together
     minibatches: int = 1
     epochs: int = 1
     own: int = SHARED  # whose lengths its samples have: `Sample.own_tokens` at this place, SHARED or OF_GROUP
@@ -137,7 +140,7 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
     kinds = _kinds(graph)
     _check(graph, plan, kinds, workers)
     layouts = {name: plan.allocations[name].layout for name, kind in kinds.items() if _holds(kind)}
-    owner_workers, batch_worker = _places(graph, generates, layouts, workers)
+    places = _places(graph, generates, layouts, workers)
     dropped = dropped_copies(graph, plan.allocations, plan.staleness)
     stream = tuple(name for name, kind in kinds.items() if kind == "stream" or name in generates[1:])
     lengths = _later_lengths(graph)
@@ -146,7 +149,7 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
     for name, kind in kinds.items():
         call, role = graph.calls[name], graph.role(name)
         layout = layouts.get(name)
-        where = tuple(layout.mesh.devices) if layout else (batch_worker,) if kind == "whole" else owner_workers
+        where = tuple(layout.mesh.devices) if layout else places.of(kind)
         calls[name] = CallPlan(
             name=name,
             kind=kind,
@@ -154,7 +157,7 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
             reads=_reads(graph, kinds, name),
             after=_after(graph, kinds, name),
             workers=where,
-            ranks=ranks_of(layout) if layout else (),
+            ranks=ranks_of(layout) if layout else places.ranks(kind),
             needs=sum(1 << stream.index(p) for p in _producers(graph, name) if p in stream),
             ordinal=trains.get(role, 0) if kind == "train" else 0,
             trainer=(trainer := _trainer(graph, plan, name)),
@@ -162,7 +165,7 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
             dropped=dropped.get(name, ()),
             gives_way=kind == "generate" and len(generates) == 1 and _gives_way(plan, name),
             per_group=isinstance(call, Function) and call.over == "group",
-            whole_groups=isinstance(call, Train) and any(term.needs_whole_groups for term in call.loss.terms.values()),
+            whole_groups=_whole_groups(call),
             minibatches=call.minibatches if isinstance(call, Train) else 1,
             epochs=call.epochs if isinstance(call, Train) else 1,
             own=_own(graph, name, lengths),
@@ -181,10 +184,10 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
         stream=stream,
         batched=batched,
         trains=trains,
-        owner_workers=owner_workers,
+        owner_workers=places.owners,
         samples_per_group=graph.samples_per_group,
         least_samples=graph.least_samples,
-        function_processes=job.function_processes(owner_workers[0]),
+        function_processes=job.function_processes(places.owners[0]),
         slack_seconds=job.runtime.min_deadline_seconds
         + max((calls[name].timeout_seconds for name in graph.sample_functions), default=0.0),
         n_own_keys=len(own_keys(graph)),
@@ -193,10 +196,10 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
 
 
 def _prefetched(job: Job, kinds: Mapping[str, CallKind]) -> tuple[str, ...]:
-    """See `Program.prefetched`. None where functions still work on the groups where these lie."""
-    if not expendable_engines(job.graph, job.plan) or "late" in kinds.values():
+    """See `Program.prefetched`."""
+    if not expendable_engines(job.graph, job.plan):
         return ()
-    names = [name for name, kind in kinds.items() if kind in ("inference", "train", "whole")]
+    names = [name for name, kind in kinds.items() if kind not in ("generate", "stream")]
     return tuple([name for name in names if GROUP_OWNER in _reads(job.graph, kinds, name)])
 
 
@@ -215,6 +218,13 @@ def _own(graph: Graph, name: str, lengths: Sequence[str]) -> int:
         return keys.index(own_tokens(call.model))
     works = isinstance(call, Inference | Advantage | Train)
     return len(keys) + lengths.index(graph.sampler(name)) if works and graph.sampler(name) in lengths else SHARED
+
+
+def _whole_groups(call: ModelCall) -> bool:
+    """See `CallPlan.whole_groups`."""
+    if isinstance(call, Train):
+        return any(term.needs_whole_groups for term in call.loss.terms.values())
+    return isinstance(call, Function) and call.over == "group"
 
 
 def _gives_way(plan: Plan, generate: str) -> bool:
@@ -260,9 +270,14 @@ def _reads(graph: Graph, kinds: Mapping[str, CallKind], name: str) -> dict[str, 
         producer = graph.keys[key].producer
         if producer == name:
             continue
-        with_group = producer in (INPUT, *graph.generates[:1]) or kinds[producer] in ("stream", "late")
+        with_group = producer in (INPUT, *graph.generates[:1]) or _stays(kinds, kinds[producer])
         owners.setdefault(GROUP_OWNER if with_group else producer, []).append(key)
     return {owner: tuple(keys) for owner, keys in owners.items()}
+
+
+def _stays(kinds: Mapping[str, CallKind], kind: CallKind) -> bool:
+    """True of functions that run where the samples of a group are."""
+    return kind == "stream" or (kind == "late" and "train" not in kinds.values())
 
 
 def _after(graph: Graph, kinds: Mapping[str, CallKind], name: str) -> tuple[str, ...]:
@@ -289,10 +304,24 @@ def _trainer(graph: Graph, plan: Plan, name: str) -> str:
     return ""
 
 
-def _places(
-    graph: Graph, generates: Sequence[str], layouts: Mapping[str, Layout], workers: Sequence[int]
-) -> tuple[tuple[int, ...], int]:
-    """(the workers that make or load groups, the one that runs calls over the whole batch)."""
+class _Places(Struct, frozen=True):
+    """The workers that make or load groups; those of late functions that do not run there; the one of functions over
+    the whole batch."""
+
+    owners: tuple[int, ...]
+    late: tuple[int, ...]
+    whole: int
+
+    def of(self, kind: CallKind) -> tuple[int, ...]:
+        """The workers of functions of a kind."""
+        return {"whole": (self.whole,), "late": self.late or self.owners}.get(kind, self.owners)
+
+    def ranks(self, kind: CallKind) -> tuple[tuple[int, ...], ...]:
+        """See `CallPlan.ranks`; of functions of a kind."""
+        return tuple((worker,) for worker in self.late) if kind == "late" else ()
+
+
+def _places(graph: Graph, generates: Sequence[str], layouts: Mapping[str, Layout], workers: Sequence[int]) -> _Places:
     trains = [name for name in layouts if isinstance(graph.calls[name], Train)]
     batch = layouts.get(next(iter([*trains, *generates, *layouts]), ""))
     source = layouts.get(next(iter([*generates, *trains, *layouts]), ""))
@@ -300,7 +329,8 @@ def _places(
     if source is not None:
         heads = tuple(head_worker(source, rank) for rank in range(source.dp))
         owner_workers = heads if generates else tuple(source.mesh.devices)
-    return owner_workers, head_worker(batch, 0) if batch is not None else workers[0]
+    whole = head_worker(batch, 0) if batch is not None else workers[0]
+    return _Places(owner_workers, tuple(layouts[trains[0]].mesh.devices) if trains else (), whole)
 
 
 def _check(graph: Graph, plan: Plan, kinds: Mapping[str, CallKind], workers: Sequence[int]) -> None:

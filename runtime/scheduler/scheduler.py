@@ -200,7 +200,7 @@ class Scheduler:
             case "call":
                 call = self._program.calls[task.call]
                 self._steps.ended(task)
-                if call.ranks:
+                if call.role:
                     self._devices.ended(call, task)
             case "reallocate":
                 self._devices.reallocated(task)

@@ -12,8 +12,8 @@ from realgraph.runtime.commands.tally import StepTally, TallyNumbers
 from realgraph.runtime.commands.tasks import Task, TaskKind, Tasks
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.ledger import Group
-from realgraph.runtime.scheduler.placement import Batch, drawn
-from realgraph.runtime.scheduler.program import GROUP_OWNER, CallPlan, Program
+from realgraph.runtime.scheduler.placement import Batch, drawn, units_of
+from realgraph.runtime.scheduler.program import CallPlan, Program
 from realgraph.runtime.wire.protocol import Execute, Mean, Prefetch, SampleSource
 
 Part = tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[SampleSource, ...]]  # (workers, shares, sources)
@@ -146,36 +146,26 @@ class OpenSteps:
 
     # --- a worker is lost ---------------------------------------------------------------------------------------------
 
-    def _holding(self, worker: int) -> list[int]:
-        """The steps that may still need groups of which `worker` has some: all but those whose workers have what they
+    def _first_held(self, worker: int) -> int | None:
+        """The first step that may still need groups of which `worker` has some: whose workers do not have yet what they
         read of engines."""
-        own = [n for n, step in self._open.items() if any(group.owner == worker for group in step.batch.groups)]
-        return [n for n in own if self._open[n].prefetching or not self._program.prefetched]
+        held = [n for n, step in self._open.items() if any(group.owner == worker for group in step.batch.groups)]
+        return min([number for number in held if self._open[number].prefetching], default=None)
 
     def _begun(self, number: int) -> bool:
         """True where a step can't be put back: a call on a mesh has started, one is under way, or has left numbers."""
         step = self._open[number]
-        lasting = any(self._program.calls[name].ranks or name in self.carried for name in step.started)
+        lasting = any(self._program.calls[name].role or name in self.carried for name in step.started)
         return lasting or step.started != step.done
 
     def can_lose(self, worker: int) -> bool:
-        """True where no step needs what `worker` has: its workers have that, or it has begun all calls that read it, or
-        it can be put back."""
-        if any(task.kind == "call" for task in self.tasks.of(worker)):
-            return False
-        holding = self._holding(worker)
-        calls = self._program.calls
-        for number in holding:
-            left = [name for name in self._program.batched if name not in self._open[number].started]
-            if self._begun(number) and any(GROUP_OWNER in calls[name].reads for name in left):
-                return False
-        first = min([number for number in holding if not self._begun(number)], default=None)
+        """True where no step needs what `worker` has: its workers have that, or it can be put back."""
+        first = self._first_held(worker)
         return first is None or not any(self._begun(number) for number in self._open if number >= first)
 
     def put_back(self, worker: int) -> list[tuple[Batch, StepTally]]:
         """Forget the steps, from the first on that may need what `worker` has and has not begun."""
-        holding = self._holding(worker)
-        first = min([number for number in holding if not self._begun(number)], default=None)
+        first = self._first_held(worker)
         numbers = [number for number in sorted(self._open) if first is not None and number >= first]
         for task in [task for task in self.tasks.flying.values() if task.kind == "prefetch" and task.step in numbers]:
             self.tasks.give_up(task)
@@ -209,7 +199,7 @@ class OpenSteps:
             step = self._open[number]
             for name in self._program.batched:
                 call = self._program.calls[name]
-                if call.ranks or step.prefetching or name in step.started or not step.done.issuperset(call.after):
+                if call.role or step.prefetching or name in step.started or not step.done.issuperset(call.after):
                     continue
                 if call.kind == "whole" and number > barrier:
                     continue
@@ -228,9 +218,9 @@ class OpenSteps:
                 parts = _parts_of_mesh(call, step.batch)
                 seconds = self.limit(call.predicted_seconds)
             case "late":
-                parts = _parts_of_owners(call, step.batch)
+                parts = _parts_of_units(call, step.batch)
                 most = max(len(shares) for _, shares, _ in parts)
-                queue = call.timeout_seconds * math.ceil(most / self._program.function_processes)
+                queue = call.timeout_seconds * math.ceil(most / self._job.runtime.function_processes)
                 seconds = queue + self._program.slack_seconds
             case "whole":
                 parts = _parts_of_whole(call, step.batch)
@@ -273,12 +263,16 @@ def _parts_of_mesh(call: CallPlan, batch: Batch) -> list[Part]:
     return mesh
 
 
-def _parts_of_owners(call: CallPlan, batch: Batch) -> list[Part]:
-    """One part per owner: the groups that it holds."""
-    return [
-        ((owner,), batch.units(positions, call.per_group), batch.sources(call, positions))
-        for owner, positions in sorted(batch.by_owner().items())
-    ]
+def _parts_of_units(call: CallPlan, batch: Batch) -> list[Part]:
+    """One part per worker that gets, or has, any samples, or groups."""
+    if not call.ranks:
+        return [
+            ((owner,), units_of(batch.named(positions), call.per_group), batch.sources(call, positions))
+            for owner, positions in sorted(batch.by_owner().items())
+        ]
+    batch.own(call)
+    parts = zip(call.ranks, batch.whole_named(call), batch.sources_of_ranks(call), strict=True)
+    return [(workers, units_of(samples, call.per_group), sources) for workers, samples, sources in parts if samples]
 
 
 def _parts_of_whole(call: CallPlan, batch: Batch) -> list[Part]:

@@ -108,9 +108,8 @@ class Compute:
         host = self._host = FunctionHost(
             job.user_dir, job.function_processes(self.worker), max_processes=job.runtime.function_max_processes
         )
-        self.functions = FunctionCalls(
-            job, self._assembler, self.inputs, host, self.worker, PromptTexts(self._loading.decode, self._prompt)
-        )
+        texts = PromptTexts(self._loading.decode, self._loading.prompt_text)
+        self.functions = FunctionCalls(job, self._assembler, self.inputs, host, self.worker, texts)
         for name, call in graph.calls.items():
             if isinstance(call, Function):
                 host.check(name, call)
@@ -161,11 +160,6 @@ class Compute:
     def _first(self) -> Rollouts | None:
         """The rollouts that make the samples of groups, where this worker leads some."""
         return self._rollouts.get(next(iter(self.job.graph.generates), ""))
-
-    def _prompt(self, group: int) -> str:
-        """The text of a group's prompt, where this worker generated it."""
-        key, store = self._first.prompt_key if self._first is not None else "", self._resources.store
-        return self._loading.decode(store.get(key, group).tolist()) if store.has(key, group) else ""
 
     def queue(self, work: ModelCommand) -> None:
         """Hand over a command; the thread takes them in order."""

@@ -28,7 +28,7 @@ class FunctionFailed(Exception):
 
 
 class PromptTexts(NamedTuple):
-    """decode: token ids to text. prompt: the text of a group's prompt, for transcripts; '' where it is not here."""
+    """decode: token ids to text. prompt: the text of a group's prompt, for transcripts."""
 
     decode: Callable[[Sequence[int]], str]
     prompt: Callable[[int], str]
@@ -73,7 +73,8 @@ class FunctionCalls:
         started = time.time()
         call = _function(self._graph, command.call)
         samples = [sample for share in command.shares for sample in share]
-        values = self._gathered(command) if call.over == "batch" else self._assembler.gather(command.sources, samples)
+        elsewhere = any(source.worker != self._worker for source in command.sources)  # it may have been fetched ahead
+        values = self._gathered(command) if elsewhere else self._assembler.gather(command.sources, samples)
         begun = [self._early.pop((command.call, share[0]), None) for share in command.shares]
         early = {place: one for place, one in enumerate(begun) if one is not None}
         units = [

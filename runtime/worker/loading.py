@@ -78,6 +78,11 @@ class Loading:
         """Token ids of a prompt that is none of the data, rendered as those are. Raises ValueError."""
         return self._data.prompt_tokens(value)
 
+    def prompt_text(self, group: int) -> str:
+        """The text of a group's prompt; '' of one that is too long."""
+        row = self._row(group)
+        return self.decode(row.group[self._prompt_key]) if isinstance(row, DataRow) else ""
+
     def _row(self, group: int) -> DataRow | TooLong:
         return self._data.row(row_of(group, self.n_rows, self._job.seed, self._job.data.shuffle))
 
