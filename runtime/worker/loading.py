@@ -79,8 +79,8 @@ class Loading:
         return self._data.prompt_tokens(value)
 
     def prompt_text(self, group: int) -> str:
-        """The text of a group's prompt; '' of one that is too long."""
-        row = self._row(group)
+        """The text of a group's prompt; '' where nothing is generated, or it is too long."""
+        row = self._row(group) if self._job.graph.generates else None
         return self.decode(row.group[self._prompt_key]) if isinstance(row, DataRow) else ""
 
     def _row(self, group: int) -> DataRow | TooLong:
