@@ -20,15 +20,16 @@ COMPILE = $(BIN)/python -c 'from realgraph.screen.first_search import prepare_se
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart compiled test test-hosts test-sglang fuzz coverage check marks format docs bench clean
+.PHONY: help quickstart compiled test test-slow test-hosts test-sglang fuzz coverage check marks format docs bench clean
 
 help:
 	@echo "make quickstart   train a small model by SFT and GRPO on this machine (a few minutes)"
-	@echo "make test         the tests"
+	@echo "make test         the tests, but for the slow ones"
+	@echo "make test-slow    the slow ones: runs that are broken and resumed, searches held against brute force"
 	@echo "make test-hosts   the tests of several hosts: network namespaces, a real Slurm, a real Ray (Linux, as root)"
 	@echo "make test-sglang  the tests of a real SGLang server, in an environment of its own (1.6 GB, Linux)"
-	@echo "make fuzz         the tests, with random cases that are new each time"
-	@echo "make coverage     the tests, with what they cover (half as long again)"
+	@echo "make fuzz         all of these, with random cases that are new each time"
+	@echo "make coverage     all of these, with what they cover (half as long again)"
 	@echo "make check        format, lint, types and words"
 	@echo "make marks        the marks of the structure: sizes, packages, imports, names"
 	@echo "make bench        the benchmarks, side by side with their peers (long)"
@@ -61,7 +62,10 @@ compiled: $(VENV)/ready
 	@$(COMPILE)
 
 test: compiled
-	$(PYTEST) -q --durations=10 $(SPREAD) --ignore=tests/hosts --ignore=tests/sglang
+	$(PYTEST) -q --durations=10 $(SPREAD) -m "not slow" --ignore=tests/hosts --ignore=tests/sglang
+
+test-slow: compiled
+	$(PYTEST) -q --durations=10 $(SPREAD) -m slow --ignore=tests/hosts --ignore=tests/sglang
 
 test-hosts: $(VENV)/hosts
 	$(PYTEST) -q -rs --durations=10 --numprocesses=2 --dist=worksteal tests/hosts

@@ -89,6 +89,7 @@ def test_the_head_of_grpo_names_what_the_readme_promises() -> None:
     assert "DAPO, Dr.GRPO, GSPO, RLOO, REINFORCE++, CISPO and LitePPO are overrides of `grpo`" in promised
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NEIGHBOURS)
 def test_a_neighbour_of_grpo_trains(home: Path, name: str) -> None:
     slug = re.sub(r"\W", "_", name)

@@ -79,6 +79,7 @@ def steps_of(home: Path, name: str) -> list[dict[str, Any]]:
     return _done[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["twice", "raft"])
 def test_tokens_beyond_the_bound_are_masked_in_every_loss_and_no_others(home: Path, name: str) -> None:
     """A step has masked tokens exactly where its oldest token is older than the bound, in each of its train calls."""
@@ -100,6 +101,7 @@ def test_overdue_groups_are_dropped(home: Path) -> None:
     assert sum(step["batch/dropped_groups"] for step in steps) > 0
 
 
+@pytest.mark.slow
 def test_batches_wait_for_groups_that_would_be_overdue(home: Path) -> None:
     found = steps_of(home, "wait")
     assert max(record["metrics"]["staleness/max"] for record in found) == 1
@@ -110,6 +112,7 @@ def test_batches_wait_for_groups_that_would_be_overdue(home: Path) -> None:
 # --- what every loss has used -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_the_audit_shows_the_bound_in_every_loss(home: Path, name: str) -> None:
     """By what the trainers wrote of their losses, and not by what the scheduler meant: under `allow` it shows no bound.
@@ -227,6 +230,7 @@ FAILED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAILED)
 def test_a_weight_update_that_fails_later_stops_the_run_with_its_engine_and_both_figures(home: Path, name: str) -> None:
     how, config = FAILED[name]
@@ -284,6 +288,7 @@ def spoil(batch, outputs, run):
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worker", [0, 1], ids=["trainer", "engine"])
 def test_a_worker_that_is_killed_in_an_update_is_named_and_training_loses_no_step(home: Path, worker: int) -> None:
     """The trained role lies on worker 0 alone: without it the newest checkpoint is what is left."""

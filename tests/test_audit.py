@@ -175,6 +175,7 @@ def test_ages_are_told_where_none_is_too_old(folder: Path, trains: int) -> None:
     assert not [name for name in others if name.startswith("age_")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [0, 1])
 @pytest.mark.parametrize("loss", ["tokens", "pairs"])
 @pytest.mark.parametrize("trains", [1, 2])

@@ -88,6 +88,7 @@ def test_what_is_damaged_was_valid(words: tuple[str, ...], place: Path, tmp_path
     assert (code, verdict(Case("control", words), code, output)) == (0, ""), output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(SAMPLE))
 def test_a_damaged_input_is_refused_at_its_place_or_still_valid(seed: int, place: Path, tmp_path: Path) -> None:
     case = draw(random.Random(f"sample {seed}"), place, QUICK)
@@ -158,6 +159,7 @@ READERS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", READERS, ids=" ".join)
 def test_what_is_no_file_with_an_end_is_refused(
     words: tuple[str, ...], place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -22,6 +22,7 @@ def test_every_kind_of_fault_is_drawn_and_leaves_a_replacement_to_join() -> None
         assert all(len(kind.split(", ")) <= limit for kind in KINDS)
 
 
+@pytest.mark.slow
 def test_a_replacement_that_is_killed_in_its_handover_is_replaced(tmp_path: Path) -> None:
     setting = next(iter(REPLACED.values()))
     fault = Fault("KILL, KILL in handover", "engine", "steps", 0.0, 2)

@@ -111,6 +111,7 @@ class Lives:
         return self.concurrency.room(len(self.ready))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_a_run_always_goes_on_and_no_more_are_in_flight_than_slots_need(seed: int) -> None:
     """And a controller that goes on from an image in the middle gives the very same limits."""
@@ -197,6 +198,7 @@ CASES = [
 FIXED = {"busy": 0.0002, "between": 0.004, "idle": 0.05}  # seconds of a token step; each sequence adds 0.0001
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "bound", "ratio"), CASES)
 def test_few_tokens_are_masked_and_no_trained_token_is_lost(engine: str, bound: int, ratio: float) -> None:
     """On engines that a few sequences keep busy, and on such that more make ever faster, with small batches.

@@ -98,6 +98,7 @@ def forked_to_die(root: Path, loses: bool) -> int:
     return len(list(root.iterdir())) - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loses", [False, True], ids=["killed", "the power fails"])
 def test_no_checkpoint_is_lost_whatever_file_operation_is_the_last(
     tmp_path: Path, loses: bool, monkeypatch: pytest.MonkeyPatch
@@ -159,6 +160,7 @@ def complete(folder: Path) -> bool:
     return any(not damage(path) for path in folder.glob("checkpoints/step-*"))
 
 
+@pytest.mark.slow
 def test_a_real_run_goes_on_after_its_master_died_at_a_file_operation(home: Path) -> None:
     """Some operations of the first saves; all of them are benchmarks/crash_points.py."""
     finish(home, "run", str(write_run(home, "three", GRPO, THREE)), name="three")

@@ -49,6 +49,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_call_trains_on_the_data_beside_samples_as_it_does_alone(home: Path, layout: str) -> None:
     """Samples with equal rewards teach nothing, so losses are those of fine-tuning alone."""

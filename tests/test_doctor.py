@@ -187,6 +187,7 @@ def doctor(folder: Path, *words: str, code: str = "", **environment: str) -> sub
     return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False, env=variables, cwd=folder)
 
 
+@pytest.mark.slow
 def test_this_machine_is_checked_in_seconds(tmp_path: Path) -> None:
     began = time.monotonic()
     done = doctor(tmp_path, "--json")
@@ -245,6 +246,7 @@ def test_an_interrupted_check_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_mistakes_on_the_command_line(tmp_path: Path) -> None:
     cases = {
         ("--hosts", "2"): "--hosts and --listen go together",

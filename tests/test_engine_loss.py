@@ -31,6 +31,7 @@ def shape_of(rng: random.Random, tp: int = 1) -> Shape:
     return shape
 
 
+@pytest.mark.slow
 def test_engines_die_at_random_moments_and_no_group_is_lost_or_trained_twice() -> None:
     """Each run loses up to all engines but one, and goes on: the workers of a step that has begun have fetched what the
     engines had, those of functions that need its results among them."""

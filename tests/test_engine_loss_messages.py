@@ -57,6 +57,7 @@ TWO_HOSTS = merged(
 )
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_killed_while_weights_come_as_messages_is_replaced(own: Path) -> None:
     """It was to hand on a part of them to the other one, which gets that from the trainers, and has each version."""
     (own / "slow.py").write_text(SLOW)

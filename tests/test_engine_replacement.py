@@ -34,6 +34,7 @@ def lose_and_join(simulator: Simulator, rng: random.Random, n_times: int) -> int
     return n_joined
 
 
+@pytest.mark.slow
 def test_engines_come_back_at_random_moments_and_no_group_is_lost_or_trained_twice() -> None:
     n_joined = n_whole = n_moved = n_used = 0
     for seed in range(160):

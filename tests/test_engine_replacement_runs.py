@@ -27,6 +27,7 @@ __all__ = ["home"]
 REPLACED = merged(RUN, {"rollout": {"replacements": 3}, "runtime": {"verify_weights": 1}})
 
 
+@pytest.mark.slow
 def test_a_new_process_takes_the_place_of_an_engine_that_is_killed(home: Path) -> None:
     """Twice the same one, then the other, which leaves none of those that the run began with."""
     (home / "slow.py").write_text(SLOW)
@@ -50,6 +51,7 @@ def test_a_new_process_takes_the_place_of_an_engine_that_is_killed(home: Path) -
     assert_used(home / "back")
 
 
+@pytest.mark.slow
 def test_an_engine_that_stands_still_is_killed_and_replaced(home: Path) -> None:
     """It wakes up no more; the status says what has become of it."""
     (home / "slow.py").write_text(SLOW)
@@ -72,6 +74,7 @@ def test_an_engine_that_stands_still_is_killed_and_replaced(home: Path) -> None:
     assert any(isinstance(one.event, EngineJoined) for one in Replay(home / "still" / "events.log").events())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("train", "interrupt"), [({"sharding": "fsdp"}, "keep_kv"), ({"tp": 2}, "wait")], ids=["fsdp", "tp"]
 )
@@ -103,6 +106,7 @@ def test_trainers_that_divide_the_weights_bring_them_together(
     assert max(gaps) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cut", "interrupt"),
     [({"dp": 2, "tp": 2}, "recompute"), ({"dp": 2, "pp": 2}, "keep_kv"), ({"dp": 4, "ep": 2}, "wait")],
@@ -180,6 +184,7 @@ def assert_used(folder: Path) -> None:
     replay_events_command(folder, 3)
 
 
+@pytest.mark.slow
 def test_an_engine_on_another_host_is_replaced_while_that_host_is_there(home: Path) -> None:
     """That host does not see the run directory, so the new process's log stays there, too."""
     (home / "slow.py").write_text(SLOW)

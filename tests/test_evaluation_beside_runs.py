@@ -54,6 +54,7 @@ def write_held_out(home: Path) -> None:
     (home / "slow.py").write_text(SLOW)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["engine", "interleaved"])
 def test_training_goes_on_while_engines_evaluate_one_version(
     home: Path, mode: Literal["engine", "interleaved"]
@@ -75,6 +76,7 @@ def test_training_goes_on_while_engines_evaluate_one_version(
     assert all(step.get("train/update_gap", 0.0) < 1e-3 for step in steps)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_evaluated_from_their_files_while_training_goes_on(home: Path) -> None:
     """The worker refuses samples of other weights than the checkpoint's."""
     write_held_out(home)

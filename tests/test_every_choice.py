@@ -121,6 +121,7 @@ def gather(
             seen[name] = (asked(field.type), {found(field.type, value) for value in own})
 
 
+@pytest.mark.slow
 def test_every_value_of_every_field_is_run(home: Path) -> None:
     """With the numbers of one process, where the clock has no part in them: a field or value without a run fails."""
     ran: list[Allocation] = []

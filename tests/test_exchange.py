@@ -254,6 +254,7 @@ def read_again(moves: Reallocation, place: WorkerParts, target: TorchTrainEngine
     return n_read[0], n_sent[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_reallocation_is_a_copy_with_the_least_bytes(
     four: RankProcesses, folders: dict[str, Path], name: str
@@ -367,6 +368,7 @@ def without_worker_1(ranks: LayoutRanks, how: str) -> tuple[str, str, float]:
     return "", "", 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["gone", "late"])
 def test_a_worker_that_is_missing_is_named_within_the_deadline(how: str) -> None:
     processes = RankProcesses(3, seconds=5.0)

@@ -72,6 +72,7 @@ def ran(home: Path, name: str) -> Path:
     return _done[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RUNS if not name.endswith("one")])
 def test_a_run_with_experts_apart_has_the_numbers_of_one_device(home: Path, name: str) -> None:
     alone = "replayed_one" if name == "replayed" else "one"
@@ -107,6 +108,7 @@ def test_replayed_experts_stay_while_the_weights_move(home: Path) -> None:
     assert replayed["train/logprob_gap"] < 1e-5
 
 
+@pytest.mark.slow
 def test_a_stream_of_replicas_that_share_experts_gives_way_and_goes_on(home: Path) -> None:
     """Training, evaluations and new weights come while samples are made; replicas end at different times. Routes go
     with the samples, and with the probes by which generator and trainer are compared."""
@@ -130,6 +132,7 @@ def test_a_stream_of_replicas_that_share_experts_gives_way_and_goes_on(home: Pat
     assert max(gaps) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3"])
 def test_other_mixtures_generate_and_train_on_devices_of_their_own(home: Path, kind: str) -> None:
     """Weights go from spread experts to cut ones while samples are made; tokens keep the log-probabilities that the

@@ -49,6 +49,7 @@ def test_a_worker_that_ends_before_it_is_ready_is_named(own: Path) -> None:
     assert "worker 1: worker 1 was killed by SIGKILL before it was ready" in run.error()
 
 
+@pytest.mark.slow
 def test_workers_that_are_not_ready_in_time_are_shown_where_they_are(own: Path) -> None:
     """Worker 0 waits for worker 1, which is stopped, when all meet; or is ready, where they have met before."""
     run = Broken(own, {"runtime": {"start_seconds": 6}}, special=SHORT_GRACE)
@@ -70,6 +71,7 @@ def test_nothing_outlives_a_killed_group(broken: Broken) -> None:
     assert {event["name"] for event in events} >= {"rollout", "reward", "train"}
 
 
+@pytest.mark.slow
 def test_a_silent_worker_is_given_up(own: Path, reference: dict[int, dict[str, float]]) -> None:
     run = Broken(own, {"runtime": {"heartbeat_seconds": 0.2, "lost_after_seconds": 2.5}})
     run.at_step(2).slow_training()  # so that the other one is stuck, in a collective with it
@@ -79,6 +81,7 @@ def test_a_silent_worker_is_given_up(own: Path, reference: dict[int, dict[str, f
     run.goes_on_like(reference)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_stuck_in_c_is_given_up_with_its_stack(own: Path) -> None:
     """The interpreter's lock is held: no thread of it runs any more, so it does not beat either."""
     run = Broken(own, {"runtime": {"heartbeat_seconds": 0.2, "lost_after_seconds": 2.5}}, special=SHORT_GRACE)
@@ -91,6 +94,7 @@ def test_a_worker_that_is_stuck_in_c_is_given_up_with_its_stack(own: Path) -> No
     assert '/re/__init__.py", line' in (run.running.folder / "logs/failure.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_call_past_its_deadline_is_named(own: Path, reference: dict[int, dict[str, float]]) -> None:
     """Its threads are stuck for good: saving and ending do without them."""
     run = Broken(own, {"runtime": {"min_deadline_seconds": 5}})
@@ -117,6 +121,7 @@ LEFT: dict[str, tuple[dict[str, Any], str]] = {  # how the weights lie, and what
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEFT)
 def test_divided_weights_are_saved_where_all_their_parts_are_left(
     own: Path, home: Path, name: str, reference: dict[int, dict[str, float]]

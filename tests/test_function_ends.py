@@ -225,6 +225,7 @@ asyncio.run(run())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "victim", ["nobody", "master", "fork server", "worker", "guardian", "functions", "all of them"]
 )

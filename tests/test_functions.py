@@ -160,6 +160,7 @@ def test_coroutines_of_one_process_run_at_once(folder: Path) -> None:
         assert len(host.pids()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "said"),
     [

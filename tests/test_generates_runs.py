@@ -64,6 +64,7 @@ def lasting(folder: Path) -> dict[int, dict[str, float]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_a_run_has_the_same_numbers_wherever_its_calls_lie(home: Path, graph: str) -> None:
     runs = {layout: numbers(run_of(home, f"{graph}-{layout}", graph, LAYOUTS[layout])) for layout in LAYOUTS}
@@ -74,6 +75,7 @@ def test_a_run_has_the_same_numbers_wherever_its_calls_lie(home: Path, graph: st
             assert steps[step]["train/loss"] == pytest.approx(metrics["train/loss"], abs=1e-5), (layout, step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_a_resumed_run_ends_with_the_same_numbers_and_the_same_bytes(home: Path, tmp_path: Path, graph: str) -> None:
     whole = run_of(home, f"{graph}-whole", graph, LAYOUTS["apart"])
@@ -91,6 +93,7 @@ def test_a_resumed_run_ends_with_the_same_numbers_and_the_same_bytes(home: Path,
         assert (folder / file).read_bytes() == (whole / file).read_bytes(), file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupt", ["recompute", "wait"])
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_a_run_within_a_bound_trains_on_no_older_samples_than_it_allows(home: Path, graph: str, interrupt: str) -> None:
@@ -126,6 +129,7 @@ def debate_of(home: Path, name: str, *parts: dict[str, Any]) -> dict[int, dict[s
     return numbers(home / name)
 
 
+@pytest.mark.slow
 def test_a_debate_trains_both_actors_alike_wherever_they_lie(home: Path) -> None:
     """Their rewards are each other's baselines: what one gains the other loses."""
     own = {call: {"first": 0, "devices": 1} for call in ("first", "pro_train")}

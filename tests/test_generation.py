@@ -18,6 +18,7 @@ from tests import tiny
 from tests.rollouts import ARCHITECTURES, assert_exact, full_logprobs, model, requests, run, served
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_behaviour_logprobs_equal_a_full_forward(name: str) -> None:
     module = model(name)
@@ -29,6 +30,7 @@ def test_behaviour_logprobs_equal_a_full_forward(name: str) -> None:
         assert_exact(module, request, done[request.id])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_greedy_equals_transformers_generate(name: str) -> None:
     module = model(name)
@@ -43,6 +45,7 @@ def test_greedy_equals_transformers_generate(name: str) -> None:
         assert set(done[request.id].logprobs) == {0.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_a_sample_depends_on_its_seed_alone(seed: int) -> None:
     """Arrival, slots, cache size, prefill chunks and aborted neighbours change no token."""
@@ -73,6 +76,7 @@ def test_a_sample_depends_on_its_seed_alone(seed: int) -> None:
     assert {i: c.tokens for i, c in done.items() if i < 100} == {i: c.tokens for i, c in expected.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_set_aside_goes_on_as_if_nothing_had_been(seed: int) -> None:
     """Also where other requests have the same ids, are left unfinished, or fail."""
@@ -151,6 +155,7 @@ LIMITS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(ACTIONS, LIMITS, st.integers(0, 5), st.integers(1, 4))
 def test_random_schedules_lose_and_repeat_nothing(

@@ -163,6 +163,7 @@ def test_checksums_are_compared_only_where_they_were_given(places: dict[int, Pla
     assert found.sums is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_messages_come_once_in_order_however_often_they_are_tried(seed: int) -> None:
     rng, mails = random.Random(seed), dict[int, Mail]()

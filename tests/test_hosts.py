@@ -75,6 +75,7 @@ def test_a_worker_a_host_and_an_agent_that_are_killed_are_named_and_the_run_goes
         again.close()
 
 
+@pytest.mark.slow
 def test_a_call_past_its_deadline_shows_where_the_workers_of_all_hosts_are(own: Path) -> None:
     """Stacks come over the agents."""
     running = Hosts(own, {"runtime": {"min_deadline_seconds": 5}}).at_step(2)
@@ -96,6 +97,7 @@ def test_a_call_past_its_deadline_shows_where_the_workers_of_all_hosts_are(own: 
 SILENT = Special(limits={"hosts.fleet.SILENT_SECONDS": 2.0})  # an agent that has not been heard of
 
 
+@pytest.mark.slow
 def test_a_host_that_stands_still_gives_no_stacks_and_is_not_waited_for(own: Path) -> None:
     running = Hosts(own, {"runtime": {"heartbeat_seconds": 0.2, "lost_after_seconds": 2.5}}, special=SILENT)
     running.at_step(2)
@@ -151,6 +153,7 @@ def test_a_host_that_never_joins_is_missed(own: Path) -> None:
     assert running.agents["a"].wait() == 0
 
 
+@pytest.mark.slow
 def test_a_host_whose_agent_was_killed_before_all_had_joined_joins_again(own: Path) -> None:
     running = Hosts(own, STEPS, names="a", special=SILENT)
     try:

@@ -76,6 +76,7 @@ def switch_together(
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["keep", "recompute"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_samples_go_on_over_the_keys_that_the_switch_leaves_them(

@@ -36,6 +36,7 @@ RUN: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["apart", "in_place"])
 @pytest.mark.parametrize("interrupt", ["recompute", "keep_kv", "wait"])
 def test_samples_under_way_go_on_as_the_run_file_says(home: Path, interrupt: str, place: str) -> None:

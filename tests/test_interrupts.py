@@ -30,6 +30,7 @@ from tests.traces import processes_at, title_of
 __all__ = ["broken", "home", "own", "reference"]
 
 
+@pytest.mark.slow
 def test_the_first_interrupt_ends_the_step_and_saves(broken: Broken, reference: dict[int, dict[str, float]]) -> None:
     os.kill(broken.at_step(2).running.pid, signal.SIGINT)
     output = broken.ends(130)
@@ -43,6 +44,7 @@ def test_the_first_interrupt_ends_the_step_and_saves(broken: Broken, reference: 
     broken.goes_on_like(reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_every_process_is_one_interrupt(
     broken: Broken, reference: dict[int, dict[str, float]], number: signal.Signals
@@ -113,6 +115,7 @@ def test_an_interrupt_while_starting_ends_the_run(own: Path) -> None:
 SHORT: dict[str, float] = {"wire.curve.PING_SECONDS": 1, "wire.curve.SILENT_SECONDS": 1}  # connections to hosts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped", ["master and worker 1", "all"])
 def test_a_master_that_was_stopped_goes_on(own: Path, reference: dict[int, dict[str, float]], stopped: str) -> None:
     """Ctrl-Z, and fg after longer than any of these may be silent or any call may take: nothing had run meanwhile."""

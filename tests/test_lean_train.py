@@ -56,6 +56,7 @@ def compare(model: PackedModel, wants: Wants, patch: Patch, tolerance: float) ->
         assert (ours[1][name] - expected).norm() <= tolerance * expected.norm().clamp(min=1e-3), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("output", ["logprobs", "values", "scores"])
 @pytest.mark.parametrize("tied", [True, False])

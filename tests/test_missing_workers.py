@@ -66,6 +66,7 @@ ALIVE = "the processes of all of them live"
 SILENT = f"{ALIVE}, worker 3 gave no sign when the others met the deadline of 1 s"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "what", "text"),
     [

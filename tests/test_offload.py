@@ -280,6 +280,7 @@ AWAY = {"train_actor": {"residency": "offloaded"}, "ref_logp": {"residency": "of
 LEARNT = ("loss", "grad_norm", "reward")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["replicated", "fsdp"])
 def test_a_run_with_offloaded_states_trains_as_one_without(home: Path, sharding: str) -> None:
     """The policy and the reference wait in host memory; the critic stays. Generation has a copy of its own then, which

@@ -32,6 +32,7 @@ def shape_for(rng: random.Random, staleness: int) -> Shape:
     return shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", KEPT)
 @pytest.mark.parametrize("staleness", [0, 1, 4])
 def test_no_step_starves_the_bound_holds_and_every_group_is_accounted_for(staleness: int, keep: float) -> None:
@@ -65,6 +66,7 @@ def test_no_step_starves_the_bound_holds_and_every_group_is_accounted_for(stalen
     assert n_stopped > 0 and n_crossed > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_a_synchronous_run_goes_on_from_any_checkpoint_with_the_batches_and_states_of_the_whole_one(seed: int) -> None:
     """In a simulation whose times depend on the groups alone. A discarded group is never begun again."""
@@ -134,6 +136,7 @@ def test_answers_about_groups_that_were_given_up_are_left_out_for_as_long_as_the
 # --- real processes ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("staleness", "layout"), [(0, {"tp": 2}), (1, {})])
 def test_a_run_stops_what_it_needs_no_more_and_trains_whole_batches(
     home: Path, staleness: int, layout: dict[str, int]

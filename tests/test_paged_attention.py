@@ -94,6 +94,7 @@ def test_long_sequences_are_read_in_parts_and_many_are_not() -> None:
     assert all(n_parts(n, 2, length) >= 1 for n in (1, 1024) for length in (16, 1 << 17))
 
 
+@pytest.mark.slow
 def test_pages_are_read_where_they_lie() -> None:
     """Windows, soft caps and sinks; odd widths and groups; sequences in several parts. In another process, as Triton's
     interpreter is asked for before Triton is imported."""
@@ -131,6 +132,7 @@ for capability in (80, 90):
 """
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_gpus_and_fit_their_shared_memory() -> None:
     """For A100 and H100, without one."""
     run = subprocess.run([sys.executable, "-c", COMPILED], cwd=ROOT, capture_output=True, text=True, timeout=240)

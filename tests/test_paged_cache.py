@@ -87,6 +87,7 @@ ACTIONS = st.lists(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [DOUBLE, SLIDING], ids=["qwen3", "gemma2"])
 @settings(max_examples=10)
 @given(ACTIONS, st.integers(1, 9), st.sampled_from([80, 112, 200, None]), st.sampled_from([4, 64]), st.integers(0, 5))
@@ -131,6 +132,7 @@ def test_short_memory_changes_no_sample_and_loses_no_page(
         assert completion.logprobs == pytest.approx(expected[number].logprobs, abs=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_quarter_of_the_places_runs_more_sequences_than_a_quarter(seed: int) -> None:
     """Tokens in flight count, not places for the longest; what is preempted draws the same tokens again."""

@@ -122,6 +122,7 @@ def close(a: Any, b: Any, tolerance: float) -> bool:
     return float(abs(a - b).max()) <= tolerance * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "head", "dtype", "sharding", "recompute"),
     [
@@ -200,6 +201,7 @@ def resume(ranks: LayoutRanks, folder: Path, role: ModelRole, sharding: Sharding
     return metrics.get("loss"), one.version, one.optimizer_steps, weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("sharding", ["replicated", "fsdp"])
 def test_a_checkpoint_knows_no_layout(

@@ -51,6 +51,7 @@ def deep(home: Path) -> None:
         AutoModelForCausalLM.from_config(config).save_pretrained(home / "deep")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_a_run_in_stages_has_the_numbers_of_one_device(home: Path, run: LayoutRun) -> None:
     check_numbers(home, run)

@@ -177,6 +177,7 @@ def test_generation_takes_passes_in_one_order_everywhere(pipe: Pipe, steps: list
         assert [turn.microbatch for turn in taken[0] if turn.chunk == chunk] == list(range(sum(steps)))
 
 
+@pytest.mark.slow
 @given(PIPES, STEPS, st.randoms())
 def test_generation_never_stands_still_where_sending_waits_for_the_other_end(
     pipe: Pipe, steps: list[int], rng: random.Random

@@ -145,6 +145,7 @@ def leave(ranks: LayoutRanks, layout: Layout) -> str:
     raise AssertionError("the missing stage was not noticed")
 
 
+@pytest.mark.slow
 def test_a_stage_that_stays_away_is_named_within_the_deadline() -> None:
     processes = RankProcesses(2, (TWICE,), seconds=SHORT)
     try:

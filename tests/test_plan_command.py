@@ -90,6 +90,7 @@ def test_a_plan_does_not_depend_on_learning_rates_or_expected_lengths(run_file: 
     assert read_plan(run_file.parent / "plan.json", request_for(other)).hashes == plan.hashes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [

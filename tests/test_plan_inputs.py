@@ -110,6 +110,7 @@ def test_a_mesh_beyond_all_clusters_is_refused_at_once(mesh: dict[str, int], run
         diff_command(good, odd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

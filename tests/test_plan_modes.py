@@ -43,6 +43,7 @@ def run_file(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_other_plans_and_hints_stand_beside_it(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     html = run_file.with_name("plan.html")
     options = PlanOptions(html=html, trace=run_file.with_name("trace.json"), price=2.0)
@@ -167,6 +168,7 @@ def test_what_ifs_that_time_was_too_short_for_are_named(
     assert "batch.groups 128" in said and "staleness 4" in said and "what if change" not in said
 
 
+@pytest.mark.slow
 def test_a_mixed_cluster_is_compared_with_rules_on_one_kind(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan_command(run_file, ["cluster.more=[{nodes: 2, kind: A100-80}]"])
     said = " ".join(capsys.readouterr().out.split())

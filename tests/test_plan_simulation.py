@@ -16,6 +16,7 @@ CASES = [  # 8 to 128 devices; colocated, apart, and calls that pause a stream
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "overrides", "staleness"), CASES)
 def test_the_scheduler_reaches_the_predicted_period(config: str, overrides: list[str], staleness: int) -> None:
     """By the rule of admission alone, whose places plans take to be filled. The limit of work in flight makes steps

@@ -50,6 +50,7 @@ def solved(spec: ProblemFile) -> ProblemAnswer:
 # --- the search -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(5))
 def test_no_combination_has_a_shorter_period_than_the_bound_and_plans_keep_the_rules(block: int) -> None:
     wrong = {}

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -237,12 +238,14 @@ def answered(rows: list[Row]) -> None:
         list(targets(pairs, ranked(plain)))
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(mutated(TRAIN + RL))
 def test_a_row_in_any_shape_is_predicted_or_has_a_reason(one: Row) -> None:
     answered([one])
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.lists(mutated(TRAIN + RL), min_size=2, max_size=12))
 def test_rows_in_any_shape_are_calibrated_and_compared_together(rows: list[Row]) -> None:

@@ -96,6 +96,7 @@ def everything(asked: PlanRequest) -> Iterator[tuple[Layout, float]]:
                 yield from ((layout, row.seconds) for row in options_of(asked, "train", one, asked.cluster))
 
 
+@pytest.mark.slow
 def test_the_search_finds_the_best_of_all_spreads_and_equals_brute_force() -> None:
     """The fastest way to train 235B on 64 H100s has its experts on more ranks than dp has."""
     asked = alone(cluster(nodes=8))
@@ -138,6 +139,7 @@ def drawn(seed: int) -> tuple[PlanRequest, str]:
     ), rng.choice(asked.mesh_calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_of_mixtures_pruned_and_whole_tables_have_one_optimum(seed: int) -> None:
     asked, call = drawn(seed)
@@ -151,6 +153,7 @@ def test_of_mixtures_pruned_and_whole_tables_have_one_optimum(seed: int) -> None
         assert best.bound <= found.period * (1 + 1e-9) and found.bound <= best.period * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_moves_from_one_layout_take_longer_than_from_another_by_what_is_said_at_most(seed: int) -> None:
     (asked, _), rng = drawn(seed), random.Random(seed)

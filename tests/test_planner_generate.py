@@ -62,6 +62,7 @@ def cases() -> tuple[tuple[float, int, int, int, int], ...]:
     return tuple(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(16))
 def test_generation_is_within_five_percent_of_a_simulation_of_every_sequence(number: int) -> None:
     mean, longest, share, slots, replicas = cases()[number]

@@ -158,6 +158,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("staleness", "load", "slots"), CASES)
 def test_the_period_is_that_of_a_simulation(staleness: int, load: float, slots: int) -> None:
     """load: seconds of training over those of generating a batch as a whole."""
@@ -207,6 +208,7 @@ def test_no_stream_is_better_than_the_offer_that_stands_for_it(staleness: int, s
         assert bound > 0.9 * best
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     staleness=st.sampled_from([1, 2, 4]),

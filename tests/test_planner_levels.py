@@ -47,6 +47,7 @@ def rules_of(asked: PlanRequest, plan: Plan) -> list[float]:
     return [one.period for one in (found.symmetric, found.colocated, found.megatron, found.real) if one is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_larger_staleness_bound_never_makes_a_plan_slower(name: str) -> None:
     asked, bounds = REQUESTS[name]
@@ -64,6 +65,7 @@ def test_a_larger_staleness_bound_never_makes_a_plan_slower(name: str) -> None:
         assert plan.lower_bound_seconds <= least
 
 
+@pytest.mark.slow
 def test_plans_of_larger_bounds_alone_are_slower() -> None:
     """So a search that looked at no smaller bound would fail the test above."""
     asked, (_, *bounds) = REQUESTS["grpo 32B on 16"]
@@ -71,6 +73,7 @@ def test_plans_of_larger_bounds_alone_are_slower() -> None:
     assert alone[0] * (1 + LIMITS.gap) < alone[1] < alone[2]
 
 
+@pytest.mark.slow
 @settings(max_examples=3)
 @given(
     algorithm=st.sampled_from([grpo(), ppo()]),
@@ -97,6 +100,7 @@ def test_more_staleness_never_makes_the_plan_of_a_random_run_slower(
     assert after.staleness <= more and after.lower_bound_seconds <= before.lower_bound_seconds * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 2])
 @pytest.mark.parametrize("name", REQUESTS)
 def test_the_window_of_a_period_has_the_streams_of_all_faster_plans(name: str, staleness: int) -> None:
@@ -122,6 +126,7 @@ def test_intervals_that_are_cut_prove_a_stream_near_the_best_one() -> None:
     assert plan.period_seconds <= plan.lower_bound_seconds * (1 + 0.006)
 
 
+@pytest.mark.slow
 @settings(max_examples=4)
 @given(
     algorithm=st.sampled_from([grpo(), ppo()]),
@@ -176,6 +181,7 @@ def test_a_search_that_had_no_time_gives_no_plan_that_a_rule_beats() -> None:
     assert set(best.choices) == {task.name for task in where.problem.tasks}
 
 
+@pytest.mark.slow
 def test_a_plan_whose_generation_no_stream_keeps_to_stays_as_the_search_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = at_staleness(REQUESTS["ppo 8B on 8"][0], 1)
     plan = replace(search(asked, LIMITS), staleness=1)
@@ -200,6 +206,7 @@ def test_calls_that_a_stream_pauses_for_count_the_caches_that_it_keeps(cache_tok
     assert plan.allocations["train"].bound_bytes <= usable_bytes(asked.cluster)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "staleness"), [("Qwen/Qwen3-1.7B", 0), ("Qwen/Qwen3-1.7B", 2), ("Qwen/Qwen3-8B", 2)])
 def test_half_of_the_memory_that_is_left_is_spare_cache(model: str, staleness: int) -> None:
     """As far as the sequences that run at once can fill it, and none where the size of the cache is pinned."""

@@ -222,6 +222,7 @@ def test_weights_take_the_fastest_transport() -> None:
         assert TRANSPORTS[int(fastest_transports(away, copies, (only,))[1][0, 0])] == "host"
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(layouts(), layouts(), st.sampled_from([1e10, 5e10, 4e11]), st.sampled_from([5e9, 5e10, 1e12]))
 def test_no_other_transport_is_faster_and_only_what_is_in_place_takes_no_time(

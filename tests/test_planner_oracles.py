@@ -76,6 +76,7 @@ def ordered_period(
 # --- the oracle itself ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(6))
 def test_brute_force_answers_with_a_schedule_that_holds(block: int) -> None:
     answered = 0
@@ -105,6 +106,7 @@ def test_the_check_of_a_schedule_sees_what_is_wrong() -> None:
 # --- the evaluator ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(6))
 def test_the_evaluator_is_exact(block: int) -> None:
     for seed in range(block * 40, (block + 1) * 40):
@@ -133,6 +135,7 @@ def test_the_search_equals_brute_force(block: int) -> None:
             raise AssertionError(f"seed {seed}") from error
 
 
+@pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(problems)
 def test_the_search_equals_brute_force_on_drawn_problems(problem: SearchProblem) -> None:
@@ -203,6 +206,7 @@ def test_options_of_equal_layouts_may_be_moved_in_unlike_times() -> None:
 MID = Size(tasks=(4, 5), choices=60_000, options=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1010, 1024))
 def test_cp_sat_finds_nothing_better(seed: int) -> None:
     pytest.importorskip("ortools")

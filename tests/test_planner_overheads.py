@@ -47,6 +47,7 @@ def planned(own: EngineOverheads, pins: dict[str, Pin], staleness: int = 0) -> P
     return search(replace(asked, engine=replace(TORCH, overheads=own)), levels=(staleness,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_every_overhead_lengthens_a_step(name: str) -> None:
     known_plan = planned(NO_OVERHEADS, TOGETHER)

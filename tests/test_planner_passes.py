@@ -55,6 +55,7 @@ def refused(asked: PlanRequest) -> str:
 # --- pins -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_what_is_pinned_is_what_is_planned(recompute: Recompute, schedule: Schedule) -> None:
@@ -136,6 +137,7 @@ def test_forbidden_schedules_leave_the_others() -> None:
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "fields", "path"),
     [

@@ -28,6 +28,7 @@ def test_partitions_are_all_different_and_complete() -> None:
         assert all(sorted(item for some in sets for item in some) == sorted("abcde"[:n]) for sets in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30))
 def test_the_chain_knows_what_fits_and_never_undercuts_the_busiest_device(seed: int) -> None:
     problem, rng = without_ties(seed), random.Random(seed)
@@ -63,6 +64,7 @@ def compiled() -> None:
     chained(without_ties(0), 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("seed", range(12))
 def test_no_peer_beats_the_optimum(seed: int) -> None:

@@ -68,6 +68,7 @@ def has_room(asked: PlanRequest) -> bool | None:
     return None if isinstance(outcome, Unsolved) and not outcome.proven else not isinstance(outcome, Unsolved)
 
 
+@pytest.mark.slow
 @SOME
 @given(requests())
 def test_a_plan_that_is_found_is_valid_fits_and_is_bounded(asked: PlanRequest) -> None:
@@ -102,6 +103,7 @@ def keeps_its_order(asked: PlanRequest, plan: Plan) -> None:
     assert plan.latency_seconds >= max(a.seconds for a in plan.allocations.values())
 
 
+@pytest.mark.slow
 @settings(SOME, max_examples=4)
 @given(requests())
 def test_more_memory_never_makes_a_plan_slower(asked: PlanRequest) -> None:
@@ -171,6 +173,7 @@ def pinned_requests(draw: st.DrawFn) -> PlanRequest:
     return replace(asked, pins=pins, workload=replace(asked.workload, staleness=draw(st.integers(0, 2))))
 
 
+@pytest.mark.slow
 @SOME
 @given(pinned_requests())
 def test_any_pins_give_a_valid_live_plan_whose_fullest_device_is_found(asked: PlanRequest) -> None:

@@ -54,6 +54,7 @@ def best_of_one_model() -> Plan:
     return search(ONE_MODEL, QUICK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["generate", "ref", "actor_train"])
 def test_no_alternative_beats_the_plan_by_more_than_the_gap_and_each_says_why(
     call: str,
@@ -129,6 +130,7 @@ def test_more_devices_are_never_worse() -> None:
         resize(asked.cluster, 12)
 
 
+@pytest.mark.slow
 def test_hints_are_searches_of_their_own() -> None:
     asked = replace(PPO, pins={"generate": Pin(tp=4)})
     plan = search(asked, QUICK)
@@ -206,6 +208,7 @@ def test_a_hint_is_kept_where_no_better_plan_could_turn_it_round(period: float, 
     )
 
 
+@pytest.mark.slow
 def test_staleness_never_costs_and_synchronous_is_compared_with_it() -> None:
     asked = replace(PPO, workload=replace(WORK, staleness=2))
     plan, before = search(asked, QUICK), best()
@@ -289,6 +292,7 @@ def test_measured_lengths_replace_the_guess_and_change_seconds_alone(seed: int) 
     assert search(asked, QUICK).period_seconds != best().period_seconds
 
 
+@pytest.mark.slow
 def test_a_run_that_more_in_flight_would_slow_down_keeps_to_less_staleness() -> None:
     """A stream of PPO with 4 batches in flight pays more for its caches, computed anew after each update, than it
     gains."""

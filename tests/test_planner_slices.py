@@ -120,6 +120,7 @@ def test_bytes_of_the_fullest_device_and_node_are_counted_slice_by_slice(
             assert found == pytest.approx(most)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.lists(layouts(), min_size=1, max_size=3), layouts(), st.sampled_from(WEIGHTS), st.booleans())
 def test_what_two_layouts_have_in_common_is_counted_slice_by_slice(

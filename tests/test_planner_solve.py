@@ -52,6 +52,7 @@ def event_graph_of(problem: SearchProblem, solution: Solution, longer: Mapping[s
     return EventGraph(seconds, tuple(sorted(found)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(4))
 def test_fixed_choices_have_the_period_that_an_enumeration_of_all_orders_finds(block: int) -> None:
     for seed in range(100 * block, 100 * block + 100):
@@ -65,6 +66,7 @@ def test_fixed_choices_have_the_period_that_an_enumeration_of_all_orders_finds(b
             assert violations(problem, choices, found.starts, found.period) == [], seed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(3))
 def test_the_best_plan_is_that_of_brute_force(block: int) -> None:
     for seed in range(1000 + 40 * block, 1040 + 40 * block):
@@ -168,6 +170,7 @@ def test_what_is_critical_makes_the_period_longer() -> None:
             assert longer > found.period * (1 + 1e-6), (seed, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("looks", [1, 3, 6, 12, 25])
 def test_a_stopped_search_has_a_bound_that_holds(looks: int) -> None:
     bounded = 0
@@ -228,6 +231,7 @@ def test_kept_code_that_names_a_tuple_of_another_version_is_compiled_anew() -> N
             kept.unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(4))
 def test_no_choice_below_a_period_takes_a_task_longer_than_the_bound_leaves_it(block: int) -> None:
     """Choices of small problems that differ from the best in one task, and the best; some of the bounds are close."""

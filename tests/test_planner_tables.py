@@ -69,6 +69,7 @@ def test_measured_moves_speak_of_their_own_kind_of_device_alone() -> None:
             assert (before > 0).all() and after == pytest.approx(factor * before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transports", [("device",), ("host",), ("device", "host")])
 @pytest.mark.parametrize("machine", [cluster(), cluster("RTX-A6000", nodes=2), MIXED], ids=["H100", "PCIe", "mixed"])
 def test_no_move_takes_longer_than_its_bound_whatever_transports_there_are(
@@ -327,6 +328,7 @@ def test_free_calls_folded_into_delays_leave_the_period_as_it_is(seed: int, stal
     assert max(found, free_floor(asked, free)) == pytest.approx(period(whole).seconds, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_thousand_devices_take_a_second() -> None:
     asked = request(
         ppo(),
@@ -340,6 +342,7 @@ def test_a_thousand_devices_take_a_second() -> None:
     assert all(task.tables for task in prepared.problem.tasks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", PPO_16.mesh_calls)
 def test_what_is_pruned_is_not_missed(call: str) -> None:
     """The search with every option of a call finds nothing better than without those that were left out."""
@@ -372,6 +375,7 @@ def drawn(seed: int) -> tuple[PlanRequest, str]:
 SMALL_MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(4))
 def test_of_random_requests_pruned_and_whole_tables_have_one_optimum(block: int) -> None:
     planned = 0

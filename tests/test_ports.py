@@ -55,6 +55,7 @@ def answers(address: Any) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_groups_listen_on_the_loopback_only_and_answer_nobody(three: RankProcesses) -> None:
     before = three.run(ports)
     addresses = [address for found, _ in before for address in found]

@@ -1,4 +1,4 @@
-"""Where the calls of a graph run."""
+"""Places of a graph's calls: on which workers each runs."""
 
 import pytest
 

@@ -81,6 +81,7 @@ def fork_servers_of(pid: int) -> list[int]:
     return [one for one in others if title_of(one) == "realgraph fork server" and parent_of(parent_of(one)) == pid]
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_cluster_runs_here_with_the_numbers_of_one_process(file: Path) -> None:
     """On two nodes of eight devices, tensor parallel where that is asked for."""
     asked = ["cluster.devices=8", "allocation.rollout={first: 8, devices: 8}"]

@@ -74,6 +74,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 Held = tuple[dict[str, tuple[int, ...]], dict[int, dict[str, Box]]]
 
 
+@pytest.mark.slow
 @given(held(), st.sampled_from([100, 10**9]), st.randoms(use_true_random=False))
 def test_writers_here_and_there_write_the_files_of_one_and_read_them_back(
     served: Served, case: Held, limit: int, rng: random.Random

@@ -171,6 +171,7 @@ def test_a_new_process_gets_work_when_all_that_run_let_it_in(tmp_path: Path, end
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_get_ready_count_and_the_next_one_may(tmp_path: Path) -> None:
     async def run() -> None:
         (tmp_path / "0.how").write_text("ends fails hangs well")

@@ -58,6 +58,7 @@ def begun(whole: Path, target: Path) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_each_step_under_another_plan_has_the_numbers_of_one_run(whole: Path, tmp_path: Path) -> None:
     folder = begun(whole, tmp_path / "moved")
     for step, layout in enumerate(LAYOUTS, start=1):

@@ -33,6 +33,7 @@ def equal_to(expected: dict[int, dict[str, float]], found: dict[int, dict[str, f
         assert found[step]["train/loss"] == pytest.approx(expected[step]["train/loss"], rel=1e-3, abs=1e-5), step
 
 
+@pytest.mark.slow
 def test_a_run_of_hosts_goes_on_by_itself_after_a_lost_worker(own: Path) -> None:
     running = Hosts(own, RESTARTS, special=SOON)
     running.at_step(3)
@@ -44,6 +45,7 @@ def test_a_run_of_hosts_goes_on_by_itself_after_a_lost_worker(own: Path) -> None
     equal_to(numbers(own / "one"), numbers(own / "run"), STEPS)
 
 
+@pytest.mark.slow
 def test_a_spare_host_takes_the_place_of_one_that_is_gone(own: Path) -> None:
     running = Hosts(own, RESTARTS, names="abc", special=SOON).at_step(3)
     joined = re.findall(r"host (.) \(127.0.0.1\) has joined", running.running.output())
@@ -54,6 +56,7 @@ def test_a_spare_host_takes_the_place_of_one_that_is_gone(own: Path) -> None:
     assert set(numbers(own / "run")) == set(range(STEPS))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_by_itself_on_fewer_hosts(own: Path) -> None:
     running = Hosts(own, RESTARTS, special=SOON).at_step(3)
     running.agents["b"].process.kill()
@@ -63,6 +66,7 @@ def test_a_run_goes_on_by_itself_on_fewer_hosts(own: Path) -> None:
     assert set(numbers(own / "run")) == set(range(STEPS))
 
 
+@pytest.mark.slow
 def test_restarts_are_counted_and_end(own: Path) -> None:
     running = Hosts(own, RESTARTS, {"steps": 100_000}, special=SOON).at_step(3)
     for restart in (0, 1):
@@ -76,6 +80,7 @@ def test_restarts_are_counted_and_end(own: Path) -> None:
     assert starts(own) == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_run_of_one_host_goes_on_by_itself(own: Path) -> None:
     file = write_run(own, "run", GRPO, {"runtime": {"restarts": 2}, "steps": STEPS})
     running = start(own, "run", str(file), special=SOON)

@@ -62,6 +62,7 @@ def whole(home: Path) -> Path:
     return home / "whole"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 3], ids=["after an evaluation", "before one"])
 def test_a_resumed_run_ends_with_the_same_numbers_and_the_same_bytes(whole: Path, tmp_path: Path, step: int) -> None:
     """An evaluation brings the generator's copy up to date before the checkpoint; else the next step does."""
@@ -248,6 +249,7 @@ CONTROLS = bytes({*range(32), 127} - {*b"\n\t"})
 FILES = ("job.json", "config.yaml", "metrics.jsonl", "costs.json", "plan.json", "trace.json", "state.json", MANIFEST)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_no_damage_to_a_file_of_a_run_gives_a_traceback(whole: Path, tmp_path: Path, name: str) -> None:
     """Each is refused with its place, passed over, or makes no difference to how the run goes on."""
@@ -302,6 +304,7 @@ def restored(newest: Path, kept: Path) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_run_directory_belongs_to_one_run(home: Path) -> None:
     file = write_run(home, "one", GRPO, {"steps": 100_000, "checkpoint": {"every": 1}})
     held = traces(home)

@@ -64,6 +64,7 @@ def test_a_slow_engine_does_not_hold_up_the_others(seed: int, staleness: int, mo
     assert {owner for owner, _ in admitted} == {0, SLOW}
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_an_engine_is_slow() -> None:
     """But for a few runs, in which its groups are the very ones that a batch lacks."""
     n_trained = 0
@@ -86,6 +87,7 @@ class OneByOne(Simulator):
         return 1e-6 * (1 + int(place.split()[-1])) if call == "rollout" else super().seconds(what)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(6))
 def test_no_engine_takes_what_new_weights_let_in_for_all(

@@ -71,6 +71,7 @@ def test_the_stream_holds_what_the_batch_would_have_made() -> None:
 ACTIONS = st.lists(st.sampled_from(["submit", "abort", "pause", "resume", "aside", "switch", "take"]), max_size=25)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(ACTIONS, st.integers(0, 9), st.integers(1, 5))
 def test_random_calls_beside_generation_lose_and_repeat_nothing(actions: list[str], seed: int, running: int) -> None:

@@ -102,6 +102,7 @@ def least(shapes: Shapes, source: Holdings, target: Holdings, hosts: tuple[int, 
     return workers, between
 
 
+@pytest.mark.slow
 @given(moves(), st.integers(4, 60))
 @settings(max_examples=150)
 def test_every_box_is_filled_with_the_fewest_bytes(
@@ -124,6 +125,7 @@ def test_every_box_is_filled_with_the_fewest_bytes(
         assert max((*packed.values(), *received.values())) <= bucket_bytes
 
 
+@pytest.mark.slow
 @given(moves(), st.integers(4, 60))
 @settings(max_examples=150)
 def test_a_worker_has_two_buckets_at_most_with_what_it_keeps_to_hand_on(

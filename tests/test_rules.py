@@ -44,6 +44,7 @@ def test_other_breaks_are_refused_in_these_words(case: Tree) -> None:
     assert "\n".join(str(problem) for problem in found) == case["says"].rstrip("\n")
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.sampled_from([rule for rule, broken in BREAKS.items() if broken.base is rl_tree]), st.data())
 def test_a_broken_graph_is_refused_by_just_that_rule(rule: str, data: st.DataObject) -> None:

@@ -116,6 +116,7 @@ def test_a_trace_has_every_call_inside_the_run(home: Path, name: str) -> None:
         assert first - 5e6 < event["ts"] <= event["ts"] + event["dur"] < last + 5e6
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_nobody_reads_its_output(home: Path) -> None:
     """`realgraph run FILE | head -1`, without the shortcut of the other tests: an interpreter of its own."""
     file = write_run(home, "unread", RUNS["sft"], {"steps": STEPS})
@@ -147,6 +148,7 @@ def test_evaluations_come_when_they_are_due_with_samples(home: Path, name: str) 
     assert all(re.match(r"\d\d\+\d\d=", line["text"]) for line in shown)
 
 
+@pytest.mark.slow
 def test_the_best_evaluation_keeps_its_weights(home: Path) -> None:
     """Rewards of one constant answer: a model that only has to learn one text gets better all the time."""
     (home / "constant.py").write_text("def score(text: str) -> float:\n    return text.count('7') / 4\n")
@@ -186,6 +188,7 @@ def test_another_layout_learns_the_same(home: Path, name: str) -> None:
             assert other["metrics"][key] == pytest.approx(record["metrics"][key], rel=1e-3, abs=1e-5), key
 
 
+@pytest.mark.slow
 def test_an_edited_plan_runs_calls_on_disjoint_devices_at_once(home: Path) -> None:
     file = write_run(home, "edited", RUNS["ppo"], {"steps": 6, "eval": None})
     finish(home, "plan", str(file), "--out", "plan.json")
@@ -236,6 +239,7 @@ def test_a_trained_model_answers(home: Path) -> None:
     assert several.count("'12+34=' -> ") == several.count("'1+1=' -> ") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["grpo", "late", "late_apart"])
 def test_eval_scores_a_checkpoint_without_training(home: Path, run: str) -> None:
     """The same score that the run itself gave these weights, in a directory of its own; asynchronous runs, too, are
@@ -250,6 +254,7 @@ def test_eval_scores_a_checkpoint_without_training(home: Path, run: str) -> None
         assert not records(home / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "code", "says"),
     [

@@ -19,6 +19,7 @@ __all__ = ["place"]
 # --- what is refused, and where ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("right", "wrong", "path", "text", "hint"),
     [

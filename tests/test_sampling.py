@@ -71,6 +71,7 @@ def test_ties_at_the_cut_go_to_the_lower_token() -> None:
     assert torch.isfinite(kept)[0].tolist() == [True, True, False, False, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.6, 1.0, 0), (1.3, 0.8, 0), (1.0, 1.0, 5)]

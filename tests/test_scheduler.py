@@ -47,6 +47,7 @@ def test_random_runs_end_in_order_and_break_no_invariant(first: int) -> None:
     assert n_saved_busy > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(150))
 def test_no_group_beyond_the_bound_is_trained_where_overdue_groups_wait_or_are_dropped(seed: int) -> None:
     rng = random.Random(seed)
@@ -139,6 +140,7 @@ def assert_same(resumed: Simulator, expected: list[Action]) -> None:
     assert states == theirs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(60))
 def test_a_run_resumed_from_a_checkpoint_writes_the_states_of_the_uninterrupted_one(seed: int) -> None:
     """States are equal to the last field, with evaluations, which may refresh the generator's copy before a save."""
@@ -156,6 +158,7 @@ def test_a_run_resumed_from_a_checkpoint_writes_the_states_of_the_uninterrupted_
         assert_same(resumed, whole.actions[i + 1 :])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(60))
 def test_a_run_that_was_stopped_and_resumed_ends_with_the_bytes_of_the_uninterrupted_one(seed: int) -> None:
     """Although it has written a checkpoint more, wherever the stop came."""
@@ -179,6 +182,7 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_bytes_of_the_uninterru
     assert last_bytes == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(60))
 def test_after_any_checkpoint_each_group_is_trained_exactly_once(seed: int) -> None:
     rng = random.Random(seed)

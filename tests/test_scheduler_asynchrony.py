@@ -14,6 +14,7 @@ from tests.shapes import Shape, random_shape
 from tests.simulator import Simulator, ended_steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overdue", ["mask", "allow", "drop", "wait"])
 def test_groups_that_are_overtaken_meet_what_the_run_says_of_them(
     overdue: Literal["mask", "allow", "drop", "wait"], monkeypatch: pytest.MonkeyPatch
@@ -47,6 +48,7 @@ def test_groups_that_are_overtaken_meet_what_the_run_says_of_them(
     assert (waits > 0) == (overdue == "wait")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 80, 40))
 def test_an_asynchronous_run_killed_again_and_again_trains_each_group_once_and_makes_every_evaluation(
     first: int,

@@ -29,6 +29,7 @@ def simulator_of(shape: Shape, rng: random.Random, state: CheckpointWritten | No
     return Simulator(shape, rng, scheduler, graph=graph)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 400, 100))
 def test_random_runs_end_in_order_and_break_no_invariant(first: int) -> None:
     n_events = 0

@@ -17,6 +17,7 @@ LEAST_EVENTS = 25_000  # of a part: 10^5 in all
 N_CUT, AFTER_CUT = 20, 100  # runs, and the most events of each when a worker has been cut off
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_faults_lose_no_group_and_train_none_twice_or_beyond_the_bound(part: int) -> None:
     outcomes = [broken_run(seed) for seed in range(part * N_RUNS, (part + 1) * N_RUNS)]

@@ -51,6 +51,7 @@ def process_of(engine: SglangEngine) -> int:
     return home.process.pid
 
 
+@pytest.mark.slow
 def test_samples_are_the_models_through_updates_a_death_and_what_is_set_aside(own: SglangEngine) -> None:
     wanted = [Request(i, (5, 9, 2 + i), 600, seed=i) for i in range(4)]
     own.submit(wanted)
@@ -191,6 +192,7 @@ def test_servers_that_answer_nonsense_are_named(folder: Path, tmp_path: Path, fa
         server.fault()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "streams", "named"),
     [
@@ -217,6 +219,7 @@ def test_a_server_that_goes_silent_is_named_before_the_runs_deadline_is_over(
         server.fault()
 
 
+@pytest.mark.slow
 def test_a_queue_that_is_too_short_for_an_update_costs_no_token(folder: Path, tmp_path: Path) -> None:
     """A pause puts running requests into it, and those that it has no place for are refused."""
     short = ("--incremental-streaming-output", "--max-queued-requests", "1")

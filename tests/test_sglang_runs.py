@@ -43,6 +43,7 @@ def spec(home: Path, tmp_path: Path, **more: Any) -> dict[str, Any]:
     return merged(GRPO, {"rollout": {"engine": "sglang", "python": str(interpreter(tmp_path))}}, more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("staleness", "tp", "ep"), [(0, 1, 1), (2, 2, 1), (1, 2, 2)])
 def test_a_run_generates_on_a_server(home: Path, tmp_path: Path, staleness: int, tp: int, ep: int) -> None:
     """Each update reaches it, and the gate finds its log-probabilities to be the trainer's. With ep a mixture's."""
@@ -64,6 +65,7 @@ def test_a_run_generates_on_a_server(home: Path, tmp_path: Path, staleness: int,
     assert len(list((home / name / "logs").glob("sglang-*.log"))) == 1
 
 
+@pytest.mark.slow
 def test_broadcasts_reach_no_server_that_keeps_its_weights(home: Path, tmp_path: Path) -> None:
     """One of two servers evaluates the weights of a step, while the other takes new ones: by disk, since a broadcast is
     for all. Those that come to both are broadcast."""
@@ -85,6 +87,7 @@ def test_broadcasts_reach_no_server_that_keeps_its_weights(home: Path, tmp_path:
     assert sum(by_disk) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["nothing", "no_update"])
 def test_a_given_server_that_goes_silent_is_named_within_two_deadlines_of_the_run(
     home: Path, tmp_path: Path, fault: str
@@ -106,6 +109,7 @@ def test_a_given_server_that_goes_silent_is_named_within_two_deadlines_of_the_ru
     assert f"SGLang server {server.url} {asked}: no answer in" in line, line
 
 
+@pytest.mark.slow
 def test_a_run_outlives_its_server(home: Path, tmp_path: Path) -> None:
     """A server that is killed is started again, and every step has its samples."""
     file = write_run(home, "killed", spec(home, tmp_path, staleness=1, steps=12, batch={"max_new_tokens": 24}))
@@ -121,6 +125,7 @@ def test_a_run_outlives_its_server(home: Path, tmp_path: Path) -> None:
     assert not servers_at(run.home)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tp", "weights"), [(1, "broadcast"), (2, "disk")])
 def test_a_worker_that_is_killed_is_replaced_with_its_server(home: Path, tmp_path: Path, tp: int, weights: str) -> None:
     """The new one reads the newest weights from disk, and its log-probabilities are the trainer's. The other's are
@@ -151,6 +156,7 @@ def test_a_worker_that_is_killed_is_replaced_with_its_server(home: Path, tmp_pat
     assert not servers_at(run.home)
 
 
+@pytest.mark.slow
 def test_weights_are_broadcast_to_all_servers_and_one_dies_in_it(home: Path, tmp_path: Path) -> None:
     """The gate finds the log-probabilities of every update to be the trainer's, those of the failed broadcast too."""
     fault = tmp_path / "fault"

@@ -81,6 +81,7 @@ def test_the_pages_have_the_graphs_that_they_promise() -> None:
     assert {name.removesuffix(".yaml") for name in GRAPHS} == promised
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_graph_of_the_documents_compiles_and_passes_a_dry_run(home: Path, name: str) -> None:
     graph, warnings = graph_and_warnings(read_document(home / name, name))

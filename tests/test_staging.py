@@ -126,6 +126,7 @@ def four() -> Iterator[RankProcesses]:
 SHAPES = {name: tuple(own.shape) for name, own in tiny.network("qwen3").named_parameters()}
 
 
+@pytest.mark.slow
 @given(move=moves())
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_worker_has_two_buckets_at_most_besides_its_own(four: RankProcesses, move: Move) -> None:

@@ -181,6 +181,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind", "how"), CASES)
 def test_a_replica_draws_what_one_process_draws(
     four: RankProcesses, tmp_path: Path, name: str, kind: str, how: str

@@ -34,6 +34,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_a_run_whose_calls_are_cut_has_the_numbers_of_one_device(home: Path, run: LayoutRun) -> None:
     check_numbers(home, run)
@@ -66,6 +67,7 @@ LATE_RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LATE_RUNS)
 def test_a_stream_of_a_replica_of_several_workers_gives_way_and_goes_on(home: Path, name: str) -> None:
     """Training, evaluations and new weights come while samples are made, and both sides agree about the model. Caches

@@ -111,6 +111,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES, suppress_health_check=SLOW)
 @given(drawn=run_files())
 def test_a_plan_that_the_planner_makes_runs_with_the_numbers_of_one_device(

@@ -157,6 +157,7 @@ def test_a_mistake_on_the_command_line_names_its_option(
     assert "\n  hint: " in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["graphs"], ["graph", "grpo"], ["init"], ["check", "FILE", "--json"]]
 )

@@ -86,6 +86,7 @@ def train_wrongly(ranks: LayoutRanks, case: Case, models: Path, mistake: str) ->
         return train(ranks, case, models)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mistake", "model", "loss", "layout"), CASES)
 def test_each_mistake_is_found(
     four: RankProcesses, models: Path, mistake: str, model: str, loss: str, layout: str

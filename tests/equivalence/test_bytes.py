@@ -95,6 +95,7 @@ def kind_of(name: str) -> str:
     return "qwen3" if EVERY[name].ep == 1 else "qwen3_moe"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "dtype"),
     [

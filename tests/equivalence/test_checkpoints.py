@@ -57,6 +57,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "written", "read", "dtype"),
     [
@@ -103,6 +104,7 @@ def rescue(ranks: LayoutRanks, case: Case, models: Path, target: Path, left: tup
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "left", "missing"),
     [

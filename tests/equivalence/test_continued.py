@@ -99,6 +99,7 @@ def second_step(uninterrupted: Watched, logprobs: torch.Tensor) -> Training:
     return uninterrupted.seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", EIGHT)
 def test_training_goes_on_under_every_other_layout(
     four: RankProcesses, models: Path, written: dict[str, Path], second_step: Training, read: str

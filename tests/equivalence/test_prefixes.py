@@ -40,6 +40,7 @@ def train_sharing(ranks: LayoutRanks, case: Case, models: Path) -> tuple[Trainin
         return train(ranks, case, models), saved[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recompute", "model", "loss", "layout"), CASES)
 def test_beginnings_computed_once_train_as_those_computed_each(
     four: RankProcesses, models: Path, recompute: Any, model: str, loss: str, layout: str

@@ -204,6 +204,7 @@ def any_four() -> Iterator[RankProcesses]:
     processes.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_drawn_trainings_equal_those_of_one_process(any_four: RankProcesses, models: Path, block: int) -> None:
     @settings(max_examples=DRAWN // BLOCKS, phases=PHASES)
@@ -214,6 +215,7 @@ def test_drawn_trainings_equal_those_of_one_process(any_four: RankProcesses, mod
     (seed(block)(equal) if settings().derandomize else equal)()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "loss", "layout"),
     [
@@ -237,6 +239,7 @@ def train_by_walk(ranks: LayoutRanks, case: Case, models: Path) -> Any:
         return train(ranks, case, models)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recompute", "model", "loss", "layout"),
     [
@@ -270,12 +273,14 @@ def test_sharded_models_that_compute_in_float32_take_the_walk_of_cpus(four: Rank
     assert found == [[True, False], [True, False], None, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "loss", "layout"), ROUNDED)
 def test_float32_differs_by_rounding(four: RankProcesses, models: Path, model: str, loss: str, layout: str) -> None:
     case = Case(model, loss, "float32", LAYOUTS[layout])
     check(case, four.run(train, case, models), alone(case, models), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recompute", "model", "loss", "layout"),
     [
