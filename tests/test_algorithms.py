@@ -124,6 +124,7 @@ def test_the_algorithm_of_the_readme_runs_as_it_stands(home: Path) -> None:
     assert all(0 <= step["reward/reward"] <= 1 for step in steps)
 
 
+@pytest.mark.slow
 def test_a_function_may_be_async_or_take_the_batch_at_once(home: Path) -> None:
     one = numbers(ran(home, "sync", GRPO))
     for name, call in {"async": {"fn": "users:slow_score"}, "whole": {"fn": "users:scores", "over": "batch"}}.items():

@@ -159,6 +159,7 @@ def later(batch, outputs):
 '''
 
 
+@pytest.mark.slow
 def test_the_audit_names_the_samples_of_a_trainer_with_another_bound(home: Path) -> None:
     """The scheduler knows nothing of it, and no metric tells: only the tokens of the loss do."""
     (home / "slow.py").write_text(SLOW)

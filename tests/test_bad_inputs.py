@@ -81,6 +81,7 @@ def answered(folder: Path, words: tuple[str, ...]) -> tuple[int | None, str]:
     return code, (folder / "output.txt").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", sorted({words for source in QUICK for words in source.commands}), ids=" ".join)
 def test_what_is_damaged_was_valid(words: tuple[str, ...], place: Path, tmp_path: Path) -> None:
     """Otherwise every refusal below says nothing."""
@@ -125,6 +126,7 @@ TEXTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("content", "line"), TEXTS.items(), ids=[repr(text[:16]) for text in TEXTS])
 def test_a_text_that_is_no_run_file_is_refused_at_its_line(content: bytes, line: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_bytes(content)
@@ -178,6 +180,7 @@ def test_what_is_no_file_with_an_end_is_refused(
         assert code == 2, f"{words} of {name}\n{output}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [

@@ -22,6 +22,7 @@ def graph_of(tree: Tree, facts: Facts | None = None) -> Graph:
     return compile_graph(spec_of(tree), where, facts or Facts())
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(trees())
 def test_every_read_has_a_producer_before_it(tree: Tree) -> None:

@@ -153,6 +153,7 @@ def escaped(value: Any) -> Any:
     return escape(value) if isinstance(value, str) else value
 
 
+@pytest.mark.slow
 @given(SETTINGS)
 @example({"calls.reward.args": {"${": "${", "a\\${b}": "\\"}})  # references lie in values; keys are as they are
 @settings(max_examples=15)

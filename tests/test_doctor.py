@@ -206,6 +206,7 @@ def test_this_machine_is_checked_in_seconds(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()) and not processes_at(tmp_path), "nothing is left behind"
 
 
+@pytest.mark.slow
 def test_tables_for_people(tmp_path: Path) -> None:
     done = doctor(tmp_path, "--interface", "lo")
     assert "127.0.0.1 on lo" in done.stdout

@@ -119,6 +119,7 @@ def test_a_run_goes_on_without_an_engine_that_is_killed_and_ends_with_the_last(h
     assert judged.problems == ()
 
 
+@pytest.mark.slow
 def test_a_begun_step_whose_functions_need_its_results_needs_no_engine(home: Path) -> None:
     """The engine is killed while a function over samples waits that has read the reference's log-probabilities."""
     (home / "slow.py").write_text(SLOW)

@@ -63,6 +63,7 @@ def test_a_run_evaluates_one_version_after_another_and_its_last_weights(mode: Mo
         assert bool(send.command.checkpoint) == (mode == "checkpoint")
 
 
+@pytest.mark.slow
 def test_every_checkpoint_is_evaluated_where_evaluations_are_quick() -> None:
     """From its files, on the version that it has, by an engine without groups: the simulated ones refuse all else.
     Checkpoints that another one follows before an engine is free are left out."""

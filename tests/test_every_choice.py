@@ -136,6 +136,7 @@ def test_every_value_of_every_field_is_run(home: Path) -> None:
     assert set(PREDICTED) <= seen.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axis", "size", "says"),
     [

@@ -192,6 +192,7 @@ def test_a_loss_that_is_not_finite_names_a_sample(broken: Broken, reference: dic
     broken.goes_on_like(reference)
 
 
+@pytest.mark.slow
 def test_an_unreadable_row_is_named_and_may_be_fixed(own: Path, reference: dict[int, dict[str, float]]) -> None:
     """Row 290 is past those that are looked at before the start, and comes up within the first pass over the data."""
     file = own / "train.jsonl"
@@ -208,6 +209,7 @@ def test_an_unreadable_row_is_named_and_may_be_fixed(own: Path, reference: dict[
     run.goes_on_like(reference, 3, "--new-data")
 
 
+@pytest.mark.slow
 def test_a_long_call_is_no_silence(own: Path) -> None:
     """Workers beat while their compute thread is in a call that takes longer than a worker may be silent."""
     short = {"params": {"minibatches": 1}, "steps": 2}

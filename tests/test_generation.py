@@ -112,6 +112,7 @@ def test_what_is_set_aside_goes_on_as_if_nothing_had_been(seed: int) -> None:
         assert_exact(module, request, done[request.id])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2"])
 @pytest.mark.parametrize("shared", [True, False])
 def test_after_an_update_each_token_is_of_the_version_that_drew_it(name: str, shared: bool) -> None:

@@ -22,6 +22,7 @@ from tests.rollouts import ARCHITECTURES, assert_exact, model, requests, run, se
 LOGITS = LeanDecoder.logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "gemma2"])
 def test_scores_a_few_at_a_time_change_no_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where heads are wider than kernels know, and all share the keys; prompts come in parts."""

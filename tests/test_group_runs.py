@@ -84,6 +84,7 @@ def batches(home: Path, run: str) -> Iterator[dict[int, list[tuple[float, float]
         yield found
 
 
+@pytest.mark.slow
 def test_a_run_of_unequal_groups_trains_what_is_left_and_resumes_to_the_last_bit(filtering: Path) -> None:
     long = {"steps": 6, "checkpoint": {"every": 1, "keep": 9}, "outputs": {"audit": True}}
     finish(filtering, "run", str(write_run(filtering, "whole", GRPO, BETTER, long, noting("whole"))), name="whole")

@@ -196,6 +196,7 @@ def varied_shape(rng: random.Random) -> Shape:
     return shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 200, 50))
 def test_random_runs_of_varied_groups_starve_no_step_and_train_no_group_with_too_few(first: int) -> None:
     n_left_out = n_dropped = n_old = 0

@@ -43,6 +43,7 @@ def hosts(own: Path) -> Iterator[Hosts]:
     running.close()
 
 
+@pytest.mark.slow
 def test_two_hosts_train_as_one_does_and_all_end_together(own: Path, home: Path) -> None:
     running = Hosts(own, STEPS)
     output = running.ends(0)
@@ -58,6 +59,7 @@ def test_two_hosts_train_as_one_does_and_all_end_together(own: Path, home: Path)
                 assert found[step][name] == pytest.approx(metrics[name], rel=1e-3, abs=1e-5), (step, name)
 
 
+@pytest.mark.slow
 def test_a_worker_a_host_and_an_agent_that_are_killed_are_named_and_the_run_goes_on(hosts: Hosts) -> None:
     """An agent's end ends its workers with it."""
     hosts.at_step(2)
@@ -176,6 +178,7 @@ def test_one_host_that_joins_twice_is_an_error_of_its_user(own: Path) -> None:
     assert "start one agent on each host" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "wanted"),
     [

@@ -31,6 +31,7 @@ class PrefillCount:
 # --- keep -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
 @pytest.mark.parametrize("seed", range(3))
 def test_kept_caches_go_on_under_new_weights_and_are_never_computed_again(name: str, seed: int) -> None:

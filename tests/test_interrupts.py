@@ -166,6 +166,7 @@ def test_an_interrupt_that_a_destructor_loses_comes_again() -> None:
     assert ended.stderr.rstrip().endswith("KeyboardInterrupt")
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_is_interrupted_says_so_by_its_exit_code(own: Path) -> None:
     held_out = {"eval": {"data": {**BASE["data"], "path": "test.jsonl"}}}
     set_fault(own, sleep=0.5)  # a score: the evaluation does not end before its workers are seen

@@ -240,6 +240,7 @@ def test_a_file_that_can_not_be_read_or_is_too_new_says_so(tmp_path: Path) -> No
 BASE = parse_document(GRAPH, "x")
 
 
+@pytest.mark.slow
 @given(MAPPINGS)
 @settings(max_examples=80)
 def test_anything_is_either_decoded_or_refused_with_problems(tree: dict[str, Any]) -> None:

@@ -180,6 +180,7 @@ def test_a_missing_expert_is_named(folder: Path, tmp_path: Path) -> None:
         build(ModelRole(), str(tmp_path), Start(CPU))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asks_for_logits", [False, True])
 def test_greedy_generation_equals_transformers(folder: Path, tmp_path: Path, asks_for_logits: bool) -> None:
     config = {**json.loads((folder / "config.json").read_text()), "output_router_logits": asks_for_logits}

@@ -175,6 +175,7 @@ def looked_at(ranks: LayoutRanks, folder: Path, sharding: Sharding, looks: bool)
     return {name: tensor.double().numpy() for name, tensor in one.weights()}, same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["replicated", "fsdp"])
 def test_weights_are_looked_at_before_they_change_and_no_number_does(
     two: RankProcesses, folders: dict[str, Path], sharding: Sharding

@@ -108,6 +108,7 @@ def refuse(ranks: LayoutRanks, folder: Path, layout: Layout, what: str) -> tuple
     raise AssertionError("nothing was raised")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [TWICE, FOUR, TP, FSDP], ids=["twice", "pp4", "tp2 pp2", "fsdp2 pp2"])
 @pytest.mark.parametrize("what", ["nan", "gap"])
 def test_all_stages_refuse_together(four: RankProcesses, folders: dict[str, Path], layout: Layout, what: str) -> None:

@@ -63,6 +63,7 @@ def test_no_combination_has_a_shorter_period_than_the_bound_and_plans_keep_the_r
     assert not wrong
 
 
+@pytest.mark.slow
 def test_a_task_may_run_beside_weights_that_are_brought_to_another_device() -> None:
     """`other` overlaps no call of device 0, but the reallocation that holds device 0 has nothing to do with it."""
     spec = ProblemFile(
@@ -146,6 +147,7 @@ def test_the_checker_shares_no_code_with_the_search() -> None:
         assert froms and not [name for name in froms | names if name.startswith(FORBIDDEN)]
 
 
+@pytest.mark.slow
 def test_the_checker_agrees_with_an_enumeration_of_all_orders() -> None:
     infeasible = 0
     for seed in range(150):

@@ -170,6 +170,7 @@ def test_levels_of_a_smaller_bound_are_among_those_of_a_larger_one() -> None:
     assert len(levels_up_to(1000)) < 30
 
 
+@pytest.mark.slow
 def test_a_search_that_had_no_time_gives_no_plan_that_a_rule_beats() -> None:
     prepared = problem_of(request(ppo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2)))
     found = solve(prepared.problem, Limits(gap=0.0, seconds=10.0))

@@ -122,6 +122,7 @@ def test_a_plan_keeps_its_bound_within_the_device_and_is_valid_at_every_lower_qu
         assert not list(validate(plan, replace(careful, memory=MemorySpec(quantile)), "plan.json"))
 
 
+@pytest.mark.slow
 def test_less_risk_never_makes_a_plan_faster_and_what_does_not_fit_says_mean_bound_and_key() -> None:
     """Somewhere between what fits as expected and what fits for sure a plan is there for those who take the risk."""
     train = [

@@ -65,6 +65,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     return layout(first, n, tp, pp)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(layouts(), layouts())
 def test_no_move_is_faster_than_its_bytes_and_slower_than_all_of_them_from_elsewhere(

@@ -117,6 +117,7 @@ def test_the_same_seed_takes_the_same_way_to_the_same_plan() -> None:
     assert (first.nodes, first.choices, first.bound) == (again.nodes, again.choices, again.bound)
 
 
+@pytest.mark.slow
 def test_more_devices_are_never_worse() -> None:
     asked = request(grpo(), "meta-llama/Llama-3.1-70B", cluster(nodes=8), workload=WORK)
     sizes = [replace(asked, cluster=resize(asked.cluster, devices)) for devices in (8, 32, 64)]

@@ -42,6 +42,7 @@ SMALL = toy(64, 2, 16)
 APART = {"allocation": {"train": {"first": 0, "devices": 1}, "rollout": {"first": 1, "devices": 1}}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["together", "apart"])
 def test_a_finished_run_leaves_what_its_calls_took(home: Path, name: str) -> None:
     file = write_run(home, name, merged(GRPO, APART if name == "apart" else {}), {"steps": 8})

@@ -85,6 +85,7 @@ def test_the_figures_are_of_steps_that_are_warm() -> None:
     assert not list(measured_lines(graph, []))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["synchronous", "asynchronous"])
 def test_a_run_is_measured_and_keeps_nothing(home: Path, name: str) -> None:
     parts: dict[str, Any] = merged(APART, {"staleness": 2}) if name == "asynchronous" else {"params": {"kl_coef": 0.1}}
@@ -107,6 +108,7 @@ def test_a_run_is_measured_and_keeps_nothing(home: Path, name: str) -> None:
     assert max(step["metrics"]["staleness/max"] for step in steps) == (2.0 if name == "asynchronous" else 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_run_that_begins_more_groups_than_a_step_takes_is_measured(home: Path, staleness: int) -> None:
     """`batch.oversample` beside --no-train: steps are whole, and what is beyond them is given up as in training."""

@@ -210,6 +210,7 @@ def test_an_edited_plan_runs_calls_on_disjoint_devices_at_once(home: Path) -> No
     assert any(max(a["ts"], c["ts"]) < min(a["ts"] + a["dur"], c["ts"] + c["dur"]) for a, c in both), both
 
 
+@pytest.mark.slow
 def test_a_plan_that_would_deadlock_is_refused_with_its_circuit(home: Path) -> None:
     file = write_run(home, "circuit", RUNS["grpo"], {"steps": 1})
     finish(home, "plan", str(file), "--out", "circuit.json")

@@ -56,6 +56,7 @@ def seconds(plan: Plan) -> dict[str, float]:
     return {name: allocation.seconds for name, allocation in plan.allocations.items()} | plan.reallocation_seconds
 
 
+@pytest.mark.slow
 def test_a_run_plans_with_the_costs_that_it_is_given(run_file: Path) -> None:
     plain = prepare(run_file, (), None).job.plan
     (run_file.parent / "old").mkdir()

@@ -106,6 +106,7 @@ def repeatable_shape(rng: random.Random) -> Shape:
     return shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(60))
 def test_a_resumed_run_gives_the_commands_of_the_uninterrupted_one(seed: int) -> None:
     rng = random.Random(seed)

@@ -120,6 +120,7 @@ def test_a_stop_at_any_time_ends_the_run_in_order(seed: int) -> None:
     assert simulator.halt.error is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 80, 40))
 def test_new_weights_of_each_call_wait_for_its_own_samples_and_every_run_ends(first: int) -> None:
     """Under any plan: the simulator refuses weights of a call that change while a sample of it is made."""

@@ -44,6 +44,7 @@ def test_a_run_replays_to_the_same_commands_whatever_its_end(seed: int, tmp_path
         assert replay.scheduler.image == scheduler.image
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100))
 def test_a_log_that_has_dropped_its_beginning_replays_the_rest(seed: int, tmp_path: Path) -> None:
     """Logs begin in the middle of whatever is under way: sessions, evaluations, stale groups, steps side by side."""

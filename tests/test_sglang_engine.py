@@ -109,6 +109,7 @@ def test_a_sample_that_ends_while_others_are_taken_is_not_lost(
         handed.clear()
 
 
+@pytest.mark.slow
 def test_releases_that_do_not_flush_under_requests_are_updated_between_them(
     folder: Path, python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +171,7 @@ def test_greedy_samples_and_their_stops_are_those_of_the_embedded_engine(folder:
         assert done == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "named"),
     [
@@ -248,6 +250,7 @@ def test_half_a_stream_is_asked_for_again(folder: Path, tmp_path: Path) -> None:
         assert_exact(request, drained(engine, 1)[0])
 
 
+@pytest.mark.slow
 def test_the_room_in_a_servers_cache_is_in_its_status_where_it_tells(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from tests.waiting import until
 __all__ = ["folder"]
 
 
+@pytest.mark.slow
 def test_weights_that_a_server_does_not_hold_as_it_was_given_them_are_found(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -77,6 +77,7 @@ def both(layout: LayoutRanks, ops: list[Op]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(DTYPES), st.sampled_from(SIZES)), max_size=8))
 def test_shared_memory_gives_what_gloo_gives(ranks: RankProcesses, ops: list[Op]) -> None:
@@ -166,6 +167,7 @@ def wait_for_one_that(layout: LayoutRanks, leaves: str, errors: Path) -> None:
     (errors / str(layout.mesh.rank)).write_text(str(caught.value))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("leaves", "seconds", "text"),
     [

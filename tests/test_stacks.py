@@ -54,6 +54,7 @@ def boots(folder: Path, n_workers: int) -> list[WorkerBoot]:
     ]
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_one_that_is_stopped_and_one_that_has_ended(tmp_path: Path, program: WorkerProgram) -> None:
     async def look(fleet: LocalFleet) -> None:
         assert (await fleet.wait_exit())[0] == 2
@@ -91,6 +92,7 @@ def test_a_worker_that_hangs_one_that_is_stopped_and_one_that_has_ended(tmp_path
     assert left == [True, False, False], "a file that nothing was written to is gone"
 
 
+@pytest.mark.slow
 def test_a_start_that_hangs_in_an_import_says_where(
     tmp_path: Path, program: WorkerProgram, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,6 +43,7 @@ def test_a_run_whose_calls_are_cut_has_the_numbers_of_one_device(home: Path, run
         assert "weights of workers 0, 1 are read where they lie" in log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "run", [run for run in RUNS if run.name in ("grpo_saving", "ppo_dp_tp")], ids=lambda run: run.name
 )

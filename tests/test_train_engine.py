@@ -49,6 +49,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_split_batch_is_the_whole_batch(folder: Path, name: str) -> None:
     """Any micro-batching, with an empty mask inside: the same loss, gradient norm and weights after three steps."""

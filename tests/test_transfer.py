@@ -57,6 +57,7 @@ def four() -> Iterator[list[DataPlane]]:
         yield made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ["local", "tcp", None])
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32))
@@ -207,6 +208,7 @@ def test_routes_follow_hosts() -> None:
         assert {way for (_, way), idle in reader._idle.items() if idle} == {"local", "tcp"}
 
 
+@pytest.mark.slow
 def test_a_thousand_peers_are_asked_by_one_worker() -> None:
     """One owner under as many names: more channels than ZeroMQ has sockets by itself, of which few are kept."""
     n = 1000

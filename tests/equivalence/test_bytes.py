@@ -202,6 +202,7 @@ def given_up(ranks: LayoutRanks, case: Case, models: Path) -> tuple[list[int], b
     return nbytes, same and engine.version == 7 and torch.equal(engine.inference(batch, "logprobs", 1.0), logprobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dp4", "fsdp2", "tp4", "fsdp2 pp2 twice", "fsdp cp2 tp2", "ep4 tp2", "ep2 fsdp2 pp2"])
 def test_a_copy_that_is_given_up_leaves_no_byte_and_comes_back_whole(
     four: RankProcesses, wide: Path, name: str
