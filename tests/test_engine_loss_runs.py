@@ -62,13 +62,13 @@ RUN = merged(
 
 
 @contextmanager
-def holding(home: Path) -> Iterator[None]:
-    """No reward is there any more meanwhile."""
-    (home / "hold").touch()
+def holding(home: Path, name: str = "hold") -> Iterator[None]:
+    """No reward is there any more meanwhile; name: of the file for which another function waits."""
+    (home / name).touch()
     try:
         yield
     finally:
-        (home / "hold").unlink()
+        (home / name).unlink()
 
 
 def until_still(running: Running) -> None:
@@ -85,11 +85,13 @@ def until_still(running: Running) -> None:
     running.until(stands_still, "the last step whose rewards are there")
 
 
-def lose_engine(home: Path, running: Running, worker: int, by: signal.Signals = signal.SIGKILL) -> None:
-    """End an engine while all groups wait for their rewards: others know its tokens, and no step has begun that needs
-    what it has."""
+def lose_engine(
+    home: Path, running: Running, worker: int, by: signal.Signals = signal.SIGKILL, held: str = "hold"
+) -> None:
+    """End an engine while all groups wait for their rewards, or for another function that is held: others know its
+    tokens, and no step has begun that needs what it has."""
     before = running.output().count(" was lost: ")
-    with holding(home):
+    with holding(home, held):
         until_still(running)
         os.kill(running.workers()[worker], by)
         running.until(lambda: running.output().count(" was lost: ") > before, "the loss")
@@ -140,11 +142,8 @@ def test_a_begun_step_whose_functions_need_its_results_needs_no_engine(home: Pat
     }
     running = start(home, "run", str(write_run(home, "shaped", merged(RUN, changes))), name="shaped", special=KEEPING)
     running.until_step(3)
-    (home / "hold_shape").touch()
-    until_still(running)
-    os.kill(running.workers()[0], signal.SIGKILL)
-    running.until(lambda: "The run goes on with 1 of 2 engines" in running.output(), "the loss")
-    (home / "hold_shape").unlink()
+    lose_engine(home, running, 0, held="hold_shape")
+    assert "The run goes on with 1 of 2 engines" in running.output()
     running.until_step(len(records(home / "shaped")) + 4)
     running.interrupt()
     assert running.wait() == 130, running.output()

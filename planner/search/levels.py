@@ -21,7 +21,7 @@ from realgraph.planner.search.window import window_of
 from realgraph.planner.solve.solver import solve
 
 RETRIED_GAP = 0.01  # of a gap: a plan of streams that is worse than its bound by more is tried in other ways
-PROVEN_SHARE = 0.25  # of the gap that is asked for: what a search on cut intervals, which are few, leaves unproven
+UNPROVEN_SHARE = 0.25  # of the gap that is asked for: what a search on cut intervals, which are few, leaves unproven
 EVERY_LEVEL_STEPS = 16  # steps of staleness: each level up to here is searched, above it half as many again
 
 
@@ -128,7 +128,7 @@ def _bound(tried: list[Found], bound: float, limits: Limits, known: Known, known
             window = window_of(first.prepared, min(known_period, _best(tried).plan.period_seconds))
         left = _left(limits, tried)
         if window is not None:
-            left = replace(left, gap=PROVEN_SHARE * limits.gap)
+            left = replace(left, gap=UNPROVEN_SHARE * limits.gap)
         again, proven = _again(first, StreamRows(least, window=window), left, known)
         if window is not None:
             bound = max(bound, min(proven, window.period))  # a bound of faster plans alone

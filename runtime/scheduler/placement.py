@@ -259,7 +259,7 @@ def drops_of(groups: Iterable[Group]) -> list[Action]:
 
 def shares_of(call: CallPlan, groups: Sequence[Group]) -> tuple[tuple[int, ...], ...]:
     """Shares of a streaming function over groups in no batch."""
-    return units_of(ids_of_groups(groups), call.per_group)
+    return units_of(ids_of_groups(groups), call.whole_groups)
 
 
 def sources_of_groups(call: CallPlan, groups: Sequence[Group]) -> tuple[SampleSource, ...]:

@@ -52,7 +52,6 @@ class CallPlan(Struct, frozen=True):
     trainer: str = ""  # the train call of its role, where it runs on another copy of the weights: reallocations; or ""
     dropped: tuple[str, ...] = ()  # calls whose common copy of the weights is given up after this one
     gives_way: bool = False  # of generate: what it holds is given up between two sessions
-    per_group: bool = False  # of functions: over whole groups
     whole_groups: bool = False  # a group's samples are compared, and so stay together
     minibatches: int = 1
     epochs: int = 1
@@ -164,7 +163,6 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
             trainer_workers=tuple(layouts[trainer].mesh.devices) if trainer else (),
             dropped=dropped.get(name, ()),
             gives_way=kind == "generate" and len(generates) == 1 and _gives_way(plan, name),
-            per_group=isinstance(call, Function) and call.over == "group",
             whole_groups=_whole_groups(call),
             minibatches=call.minibatches if isinstance(call, Train) else 1,
             epochs=call.epochs if isinstance(call, Train) else 1,

@@ -267,12 +267,12 @@ def _parts_of_units(call: CallPlan, batch: Batch) -> list[Part]:
     """One part per worker that gets, or has, any samples, or groups."""
     if not call.ranks:
         return [
-            ((owner,), units_of(batch.named(positions), call.per_group), batch.sources(call, positions))
+            ((owner,), units_of(batch.named(positions), call.whole_groups), batch.sources(call, positions))
             for owner, positions in sorted(batch.by_owner().items())
         ]
     batch.own(call)
     parts = zip(call.ranks, batch.whole_named(call), batch.sources_of_ranks(call), strict=True)
-    return [(workers, units_of(samples, call.per_group), sources) for workers, samples, sources in parts if samples]
+    return [(workers, units_of(samples, call.whole_groups), sources) for workers, samples, sources in parts if samples]
 
 
 def _parts_of_whole(call: CallPlan, batch: Batch) -> list[Part]:
