@@ -132,11 +132,11 @@ def test_a_decode_step_of_experts_over_two_nodes() -> None:
     assert step.seconds(4, 1000) == pytest.approx(expected + step.fixed)
 
 
-@pytest.mark.parametrize(("longest", "mean", "refills"), [(64, 64.0, 3.0), (1000, 100.0, 3 * 100.0)])
+@pytest.mark.parametrize(("longest", "mean", "refills"), [(64, 64.0, 3.0), (1000, 100.0, 3 * math.sqrt(100.0))])
 def test_on_a_cpu_each_step_that_takes_prompts_in_is_a_pass_of_its_own(
     longest: int, mean: float, refills: float
 ) -> None:
-    """32 samples on 8 slots: three times all of them at once where lengths are equal, else one by one at every step."""
+    """32 samples on 8 slots: three times all of them at once where lengths are equal, else every 10th step."""
     model, role = known("Qwen/Qwen3-0.6B"), ModelRole(dtype="float32")
     machine = cluster("cpu", 1)
     work = GenerateWork(32, 8, 16.0, mean, longest, 8)

@@ -27,7 +27,7 @@ from realgraph.runtime.attention.pages import PAGE_TOKENS, PagePool, pages_for
 from realgraph.runtime.drawn.tokens import DrawnTokens
 from realgraph.runtime.engine import RELEASED, CacheUse, Completion, Decode, Request, RolloutLimits
 from realgraph.runtime.generate.cached_model import CachedModel
-from realgraph.runtime.generate.prefill import Prefill, shared_pages
+from realgraph.runtime.generate.prefill import AdmissionDelay, Prefill, shared_pages
 from realgraph.runtime.generate.request_bounds import RequestBounds
 from realgraph.runtime.generate.slots import Flight, RunningSequence, SequenceLane, Slots, watched
 from realgraph.runtime.models.rollout_weights import RolloutWeights
@@ -70,6 +70,7 @@ class ContinuousBatch:
         self._pool = PagePool(None if cache_tokens is None else pages_for(cache_tokens), at_once=not on_cpu)
         self._notes = route_notes(module) if keeps_routes else None
         self._prefill = Prefill(self._model, self._limits.prefill_tokens, self._notes)
+        self._delay = AdmissionDelay()
         self._lanes = [SequenceLane(Slots(self._most_slots, self.device)) for _ in range(self._model.lanes)]
 
     # --- the interface ------------------------------------------------------------------------------------------------
@@ -115,10 +116,11 @@ class ContinuousBatch:
         self.weights.bring()
         done: list[Completion] = []
         with self._model.borrowed(), self._called_back():
+            admits = self._admits()
             for number, lane in enumerate(self._lanes):
                 done += self._land(lane)
                 self._make_room(lane)
-                if not self._admit(lane) and len(self._lanes) > 1:
+                if not (admits and self._admit(lane)) and len(self._lanes) > 1:
                     self._even_out(number)
                 if lane.running:
                     self._take_off(lane)
@@ -257,6 +259,16 @@ class ContinuousBatch:
     @staticmethod
     def _has_room(sequence: RunningSequence) -> bool:
         return len(sequence.pages) >= pages_for(len(sequence.tokens))
+
+    def _admits(self) -> bool:
+        """Waiting requests begin with this step: some are prefilled anyhow, or enough could join them."""
+        running, waiting = self.running, len(self._waiting)
+        could_join = min(waiting, self._most_slots - running)
+        if could_join and not math.isinf(self._pool.available):
+            free = self._pool.available - pages_for(running * CACHE_SPARE_TOKENS)
+            could_join = min(could_join, max(0, int(free)) // pages_for(len(self._waiting[0].tokens)))
+        prefills = any(lane.ready < len(lane.running) for lane in self._lanes)
+        return self._delay.ends(could_join, waiting, running) or prefills
 
     def _admit(self, lane: SequenceLane) -> bool:
         """Give free slots to waiting requests, first come first served, as far as pages, this pass's prefill and the

@@ -6,6 +6,8 @@ prompt. Where a walk's prefill returns logits (`CachedModel.prefill_returns_logi
 so that the first draw of all samples of a prompt needs no decode step; another prefills up to it.
 
 Where caches outlive a change of weights, samples of a prompt share only what the newest weights have computed.
+
+A prefill holds up all that decode, so requests are not taken in one by one as places become free (`AdmissionDelay`).
 """
 
 from collections.abc import Sequence
@@ -13,15 +15,40 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from realgraph.planner.costs.generate.generate import PREFILL_STEPS
 from realgraph.runtime.attention.pages import PAGE_TOKENS, pages_for
 from realgraph.runtime.generate.cached_model import CachedModel
 from realgraph.runtime.generate.slots import PrefillLogits, RunningSequence, watched
 from realgraph.runtime.parallel.experts.kept import RouteNotes
 
+MOST_DELAY = 8  # decode steps for which the last requests wait for others
+
 
 def shared_pages(request_tokens: int) -> int:
     """Pages of a prompt of so many tokens that its samples can share: they are full, and hold no sample's newest."""
     return (request_tokens - 1) // PAGE_TOKENS
+
+
+class AdmissionDelay:
+    """The wait of requests that could run for more of them: until the tokens that they have not drawn meanwhile would
+    take as long as the prefill that is saved, as one rents skis until the rent has reached their price. So both cost
+    about the same. Where nothing else waits, a batch may end with those that do: they wait for few steps.
+
+    Counted in decode steps, which all workers of a session have in common, not in seconds.
+    """
+
+    def __init__(self) -> None:
+        self._lost_steps = 0.0
+
+    def ends(self, could_join: int, waiting: int, running: int) -> bool:
+        """To be asked before each decode step: true where requests begin now. could_join: of those that wait."""
+        if could_join:
+            least = PREFILL_STEPS / MOST_DELAY if could_join == waiting else 0.0
+            self._lost_steps += max(could_join / (could_join + running), least)
+        if running and self._lost_steps < PREFILL_STEPS:
+            return False
+        self._lost_steps = 0.0
+        return True
 
 
 class Prefill:

@@ -21,6 +21,10 @@ from realgraph.planner.costs.windows import mean_seen, seen_by
 # Switches of these kinds' servers add up inside the network (NCCL's NVLS algorithm, NCCL 2.17 release notes).
 REDUCING_SWITCHES = ("H100-SXM", "H200", "H800", "H20", "B200", "GB200", "B300", "GB300")
 
+# Decode steps that one more prefill takes, besides the work of its tokens, which is the same in any prefill: it reads
+# all weights once more. On CPUs 0.25 to 1 come out alike.
+PREFILL_STEPS = 0.5
+
 
 class GenerateWork(Struct, frozen=True):
     """The work of one generate call."""
@@ -120,12 +124,31 @@ def _waves(work: GenerateWork, share: float) -> float:
 
 
 def _refills(work: GenerateWork, share: float) -> float:
-    """Steps of the CPU engine that take in prompts beside those that run, each a pass of its own: where lengths differ,
-    some slot is free at every step until nothing waits; where they are equal, all slots are free at once."""
-    return _waves(work, share) * (max(1.0, work.distribution.mean) if work.distribution.deviation else 1.0)
+    """Steps of the CPU engine that take in prompts beside those that run, each a pass of its own: where lengths are
+    equal, all slots are free at once."""
+    if not work.distribution.deviation:
+        return _waves(work, share)
+    return min(_waves(work, share) * max(1.0, work.distribution.mean / _steps_between_refills(work)), share)
+
+
+def _steps_between_refills(work: GenerateWork) -> float:
+    """Steps between two of them where lengths differ: of n slots n / mean are free after a step, twice as many after two,
+    and so on, until the tokens that they have not drawn, in steps of n, take as long as a prefill (`AdmissionDelay`)."""
+    return max(1.0, math.sqrt(2 * PREFILL_STEPS * work.distribution.mean))
+
+
+def slots_in_use(work: GenerateWork) -> int:
+    """The CPU engine's, on average, while others wait: half of those that become free between two refills are not."""
+    if not work.distribution.deviation:
+        return max(1, work.running)
+    free = min(1.0, _steps_between_refills(work) / max(1.0, work.distribution.mean)) / 4
+    return max(1, round(work.running * (1 - free)))
 
 
 def occupancy_of(setting: Setting, work: GenerateWork) -> Occupancy:
     """The phases of the batch, whatever a step costs."""
     replicas = min(setting.layout.dp, work.samples)
-    return occupancy(work.distribution, work.samples / replicas, max(1, work.running), replicas)
+    share, slots = work.samples / replicas, max(1, work.running)
+    if setting.cluster.is_cpu and share > slots:
+        slots = slots_in_use(work)
+    return occupancy(work.distribution, share, slots, replicas)
