@@ -132,8 +132,8 @@ def _refills(work: GenerateWork, share: float) -> float:
 
 
 def _steps_between_refills(work: GenerateWork) -> float:
-    """Steps between two of them where lengths differ: of n slots n / mean are free after a step, twice as many after two,
-    and so on, until the tokens that they have not drawn, in steps of n, take as long as a prefill (`AdmissionDelay`)."""
+    """Steps between two of them where lengths differ: of n slots n / mean are free after a step, twice as many after
+    two, until the tokens that they have not drawn, in steps of n, take as long as a prefill (`AdmissionDelay`)."""
     return max(1.0, math.sqrt(2 * PREFILL_STEPS * work.distribution.mean))
 
 
