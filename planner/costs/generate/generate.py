@@ -138,7 +138,9 @@ def _steps_between_refills(work: GenerateWork) -> float:
 
 
 def slots_in_use(work: GenerateWork) -> int:
-    """The CPU engine's, on average, while others wait: half of those that become free between two refills are not."""
+    """The CPU engine's, on average, while others wait. Of n slots n T / mean become free in the T steps between two
+    refills. A quarter of those count as empty: half of them would be on average, but where the cache is what limits
+    them, sequences that have just begun leave room for more than n (`tests/test_paged_cache.py` compares)."""
     if not work.distribution.deviation:
         return max(1, work.running)
     free = min(1.0, _steps_between_refills(work) / max(1.0, work.distribution.mean)) / 4
