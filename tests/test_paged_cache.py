@@ -165,7 +165,8 @@ def test_a_plan_counts_the_sequences_and_the_steps_of_the_engine(prompt: int, lo
     prompts = [tuple(rng.randrange(1, 50) for _ in range(prompt)) for _ in range(40)]
     engine = ContinuousBatch(DOUBLE, RolloutLimits(max_running=len(tokens), max_cache_tokens=cache))
     engine.submit([Request(i, prompts[i // 8], n, seed=i) for i, n in enumerate(tokens)])
-    taking_part, steps_taken, admitting = list[int](), 0, 0  # while others wait
+    steps_taken = admitting = 0
+    taking_part: list[int] = []  # sequences of each step while others wait
     while not engine.idle:
         waiting = engine.waiting
         ended = len(engine.step())
