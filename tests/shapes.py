@@ -229,6 +229,9 @@ def plan_of(shape: Shape, graph: Graph) -> Plan:
             at = next(i for i, turn in enumerate(turns) if turn.call == "rollout")
             turns.insert(at + 1, Turn("critic_train", -1))
         orders[device] = tuple(turns)
+    if len(graph.generates) > 1 and shape.kept and shape.lot(0, "lag") < 0.5:  # all but the first in the next round
+        lag = {name: -1 for name in allocations if name != graph.generates[0]}
+        orders = {d: tuple(Turn(turn.call, lag.get(turn.call, 0)) for turn in order) for d, order in orders.items()}
     if shape.moves:
         layouts = {name: allocation.layout for name, allocation in allocations.items()}
         for target, train in reallocations(graph, allocations).items():

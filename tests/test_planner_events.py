@@ -8,6 +8,8 @@ import msgspec
 import networkx as nx
 import pytest
 
+from realgraph.graphs.check.compile import compile_graph
+from realgraph.graphs.facts import Facts
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import Generate, Inference
 from realgraph.planner.plan.events import (
@@ -15,6 +17,7 @@ from realgraph.planner.plan.events import (
     EventGraph,
     empty_circuit,
     event_graph,
+    graph_edges,
     liveness_graph,
     period,
     show_circuit,
@@ -24,6 +27,7 @@ from realgraph.planner.plan.option import CallOption
 from realgraph.planner.plan.plan import Allocation, Hashes, Plan, Turn
 from realgraph.planner.plan.residency import dropped_copies, shares_trained_copy
 from tests.planner_cases import ppo
+from tests.strategies import DELETE, change, judge_tree, spec_of, where
 
 PPO_SECONDS = {"generate": 30.0, "ref": 5.0, "values": 4.0, "actor_train": 25.0, "critic_train": 24.0}
 STEPS, CYCLE = 1300, 420  # simulated steps; a multiple of every circuit's distance in the graphs drawn here
@@ -268,3 +272,13 @@ def test_how_much_a_stream_has_in_flight_blocks_no_order() -> None:
     turns = (Turn("ref"), Turn("generate"))
     against = msgspec.structs.replace(against, orders={**against.orders, 0: turns})
     assert empty_circuit(liveness_graph(ppo(), against)) is not None
+
+
+def test_samples_of_a_step_begin_when_later_calls_have_made_theirs_of_the_step_before() -> None:
+    """Also where nothing is trained, so that no weights say so."""
+    away = [f"calls.{name}" for name in ("reward", "baseline", "advantage", "train")]
+    frozen = change(judge_tree(), {**dict.fromkeys(away, DELETE), "models.actor.trainable": False})
+    graph = compile_graph(spec_of(frozen), where, Facts())
+    for staleness in (0, 1, 3):
+        edges = set(graph_edges(graph, staleness))
+        assert {("judge", "rollout", 1 + staleness), ("greedy", "rollout", 1 + staleness)} <= edges

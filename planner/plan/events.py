@@ -141,18 +141,20 @@ def graph_edges(graph: Graph, staleness: int) -> Iterator[tuple[str, str, int]]:
             yield edge.producer, edge.consumer, 1 + staleness
         else:
             yield edge.producer, edge.consumer, edge.distance
-    yield from _batch_edges(graph)
+    yield from _batch_edges(graph, staleness)
     for trains in _trains(graph).values():
         yield from ((before, after, 0) for before, after in pairwise(trains))
         yield trains[-1], trains[0], 1
 
 
-def _batch_edges(graph: Graph) -> Iterator[tuple[str, str, int]]:
-    """From each of several generate calls to what works on a batch; one call alone is before these by its keys."""
+def _batch_edges(graph: Graph, staleness: int) -> Iterator[tuple[str, str, int]]:
+    """From each of several generate calls to what works on a batch, and to the samples of the next one; one call alone
+    is before these by its keys."""
     batched = [n for n, call in graph.calls.items() if not isinstance(call, Generate | Function)]
     batched += [n for n, call in graph.calls.items() if isinstance(call, Function) and call.over == "batch"]
     if len(graph.generates) > 1:
         yield from ((generate, name, 0) for generate in graph.generates for name in batched)
+        yield from ((later, graph.generates[0], 1 + staleness) for later in graph.generates[1:])
 
 
 def _trains(graph: Graph) -> dict[str, list[str]]:

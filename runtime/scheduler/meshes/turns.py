@@ -118,12 +118,24 @@ class Turns:
         return None
 
     def _beside(self, lane: _Lane, barrier: int, limit: int) -> NextTurn | None:
-        """The turn that follows the stream's, up to the stream's next; None where its step waits at the barrier."""
+        """The turn that follows the stream's, up to the stream's next; None where its step waits at the barrier.
+
+        Where nothing is left of these, the sessions of other calls for the same step: the stream's batch waits for
+        their samples, in whatever round they have their turn.
+        """
         for position in range(lane.position + 1, lane.position + len(lane.order)):
             call, step = lane.at(position)
             if not lane.passed(position, limit) and NextTurn(call, step) not in self.streaming:
                 return NextTurn(call, step) if step <= barrier or call in self._unbarred else None
-        return None
+        step = lane.at(lane.position)[1]
+        others = [turn.call for turn in lane.order if turn.call in self._unbarred]
+        return next((NextTurn(call, step) for call in others if self._awaits(lane, call, step, limit)), None)
+
+    def _awaits(self, lane: _Lane, call: str, step: int, limit: int) -> bool:
+        """True where a lane still has to open the session of `call` for `step`."""
+        position = lane.position_of(call, step)
+        ahead = position > lane.position and NextTurn(call, step) not in self.streaming
+        return ahead and not lane.passed(position, limit)
 
     def next(self, barrier: int, limit: int) -> list[NextTurn]:
         """The calls that are next on every device of their mesh."""
