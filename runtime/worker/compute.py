@@ -23,6 +23,7 @@ from realgraph.runtime.generate.rollouts import Peers, Rollouts, Sampling, Stale
 from realgraph.runtime.job.engine_loss import shares_tokens
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.run_folder import RunFolder
+from realgraph.runtime.job.samples import keeps_samples
 from realgraph.runtime.store.assemble import Assembler
 from realgraph.runtime.store.inputs import Inputs
 from realgraph.runtime.wire.protocol import (
@@ -56,7 +57,7 @@ from realgraph.runtime.worker.loading import LaterPrompts, Loading
 from realgraph.runtime.worker.model_calls import ModelCalls, rank_share
 from realgraph.runtime.worker.resources import ABANDONED_SECONDS, Resources
 from realgraph.runtime.worker.roles import Roles
-from realgraph.runtime.worker.samples import Lines, SamplesFile, keeps_samples, open_lines
+from realgraph.runtime.worker.samples import Lines, SamplesFile, open_lines
 from realgraph.runtime.worker.update_gate import UpdateGate
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ import msgspec
 
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.keys import MASK, TOKENS
-from realgraph.graphs.spec import Generate, Train
 from realgraph.runtime.files.paths import RemotePath, RunPath
 from realgraph.runtime.job.sample_ids import place_of, sample_ids
 from realgraph.runtime.master.records import JsonLines
@@ -75,9 +74,3 @@ class SamplesFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-def keeps_samples(graph: Graph) -> bool:
-    """True where the samples are the result: something generates and nothing trains."""
-    calls = graph.calls.values()
-    return any(isinstance(call, Generate) for call in calls) and not any(isinstance(call, Train) for call in calls)
