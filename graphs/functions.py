@@ -47,6 +47,7 @@ SIGNATURES: dict[str, Signature] = {
     "reward_spread": Signature(keys=("reward",), optional=("least",), over="group"),
 }
 
+GATHERED = "gathered"  # no user's: a run adds it to a graph whose samples are its result
 KEEP = "keep"  # a function that writes it filters: groups where it is one a group, else samples
 KEEP_TYPES = ("group bool", "sample bool")
 

@@ -19,6 +19,7 @@ from realgraph.planner.plan.residency import reallocations
 from realgraph.runtime.job.eval_engines import eval_on_mistake
 from realgraph.runtime.job.job import BatchSpec, CheckpointSpec, DataSpec, EvalOn, EvalSpec, Job, RuntimeSpec
 from realgraph.runtime.job.rollout import Interrupt, RolloutSpec
+from realgraph.runtime.job.samples import with_gathering
 
 _TYPES = {
     **GENERATED,
@@ -162,7 +163,8 @@ def graph_of(shape: Shape) -> Graph:
     if shape.filtered:
         rows.append(("filter", filter_of(shape), ("reward",), ("keep",)))
     if shape.algorithm == "generate":
-        return build_graph(rows, ("prompt", "answer"), shape.n)
+        rows.append(("scores", Inference("judge", "scores", ("score",)), ("tokens",), ("score",)))
+        return with_gathering(build_graph(rows, ("prompt", "answer"), shape.n))
     train = _train("actor", shape.minibatches, shape.epochs, PolicyGradient())
     if generate == "teacher":
         student = _train("student", shape.minibatches, shape.epochs, PolicyGradient())

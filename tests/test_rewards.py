@@ -4,23 +4,30 @@ from pathlib import Path
 
 import pytest
 
-from realgraph.graphs.functions import BUILTINS, SIGNATURES
+from realgraph.graphs.functions import BUILTINS, GATHERED, SIGNATURES
 from realgraph.graphs.keys import parse_key_type
 from realgraph.graphs.spec import Function
 from realgraph.runtime.functions.functions import Unit, check_output, error_output
 from realgraph.runtime.functions.host import FunctionHost
-from realgraph.runtime.functions.rewards import FUNCTIONS, INLINE, best_of, final_number, last_number, reward_spread
+from realgraph.runtime.functions.rewards import (
+    FUNCTIONS,
+    INLINE,
+    best_of,
+    final_number,
+    last_number,
+    reward_spread,
+)
 
 REWARD = {"reward": "sample float32"}
 
 
 def test_builtins_are_those_of_the_graph_language() -> None:
-    assert set(FUNCTIONS) == set(BUILTINS) == set(SIGNATURES)
+    assert set(FUNCTIONS) - {GATHERED} == set(BUILTINS) == set(SIGNATURES)
 
 
 def test_quick_builtins_start_no_process(tmp_path: Path) -> None:
     with FunctionHost(str(tmp_path)) as host:
-        for fn in INLINE:
+        for fn in INLINE - {GATHERED}:
             signature = SIGNATURES[fn]
             over = signature.over or "sample"
             values = {"text": " 42\n", "answer": "42", "reward": [0.0, 1.0]}

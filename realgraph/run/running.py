@@ -23,6 +23,7 @@ from realgraph.runtime.data.sums import sums_of
 from realgraph.runtime.job.eval_engines import eval_on_mistake
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.run_folder import RunFolder, exclusive, write_atomic
+from realgraph.runtime.job.samples import with_gathering
 from realgraph.runtime.master.checkpoint_folders import point_best, set_aside
 from realgraph.runtime.master.checkpoints import Damaged, read_state
 from realgraph.runtime.processes.environment import variables
@@ -99,7 +100,7 @@ def job_of(checked: Checked, request: PlanRequest, plan: Plan, folder: RunFolder
         raise ConfigError([Problem(checked.where("$.eval.on"), *mistake, "eval")])
     return Job(
         name=checked.name,
-        graph=checked.graph,
+        graph=with_gathering(checked.graph),
         plan=plan,
         cluster=request.cluster,
         data=run.data,

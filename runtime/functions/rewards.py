@@ -4,6 +4,8 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
+from realgraph.graphs.functions import GATHERED
+
 _NUMBER = re.compile(r"[-+]?\$?\d[\d,]*(?:\.\d+)?|[-+]?\$?\.\d+")
 
 
@@ -69,6 +71,11 @@ def reward_spread(reward: Sequence[float], least: float = 0.0) -> bool:
     return max(reward) - min(reward) > least
 
 
+def gathered(**values: object) -> dict[str, object]:
+    """The values as they came: to read them has brought them here."""
+    return values
+
+
 FUNCTIONS: dict[str, Callable[..., object]] = {
     "exact_match": exact_match,
     "last_number": last_number,
@@ -78,6 +85,7 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
     "number_in": number_in,
     "best_of": best_of,
     "reward_spread": reward_spread,
+    GATHERED: gathered,
 }
 # Quick whatever they are given, so they need no subprocess; a user's pattern may take for ever.
 INLINE = frozenset(FUNCTIONS) - {"format_match"}

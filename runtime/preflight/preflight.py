@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.functions import GATHERED
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.keys import (
     BEHAVIOUR_LOGPROBS,
@@ -55,7 +56,8 @@ def preflight(job: Job) -> list[str]:
             [Problem(data.where(0), text, f"raise data.max_prompt_tokens = {job.data.max_prompt_tokens}")]
         )
     lines += check_tokens(job, data, kept, tokenizer)
-    functions = {name: call for name, call in job.graph.calls.items() if isinstance(call, Function)}
+    calls = job.graph.calls.items()
+    functions = {name: call for name, call in calls if isinstance(call, Function) and call.fn != GATHERED}
     limit = job.runtime.function_max_processes
     with FunctionHost(job.user_dir, job.runtime.function_processes, max_processes=limit) as host:  # starts when asked
         lines += _try(job.graph, functions, data, kept[:N_TRIED], (host, tokenizer))

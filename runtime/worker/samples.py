@@ -6,9 +6,10 @@ from pathlib import Path
 import msgspec
 
 from realgraph.graphs.graph import Graph
-from realgraph.graphs.keys import MASK, TOKENS
+from realgraph.graphs.keys import MASK, TOKENS, is_prompt
 from realgraph.runtime.files.paths import RemotePath, RunPath
 from realgraph.runtime.job.sample_ids import place_of, sample_ids
+from realgraph.runtime.job.samples import is_shown, shown_name
 from realgraph.runtime.master.records import JsonLines
 from realgraph.runtime.store.assemble import decode_value
 from realgraph.runtime.store.store import Store
@@ -41,7 +42,7 @@ class SamplesFile:
 
     A line has `group` (its number in the run: a resumed run writes what it repeats again), `sample` (its place in the
     group, from 0), the prompt and the other values of the data row, the text, whether it ended by itself, the numbers
-    of prompt and new tokens, and what functions wrote. Values per token stay out.
+    of prompt and new tokens, and what calls wrote, wherever they ran. Values per token stay out.
     """
 
     def __init__(self, graph: Graph, store: Store, decode: Callable[[Sequence[int]], str], file: Lines) -> None:
@@ -59,11 +60,12 @@ class SamplesFile:
         line: dict[str, object] = {"group": group, "sample": place_of(sample)}
         for name, key in self._graph.keys.items():
             id = group if key.type.level == "group" else sample
-            sequence = key.type.level == "sample" and key.type.dtype == "tokens"  # prompt and text say it better
-            if key.type.level == "token" or sequence or not self._store.has(name, id):
-                continue
-            value = decode_value(self._store.get(name, id), key.type)
-            line[name] = self._decode(value) if isinstance(value, list) and key.type.dtype == "tokens" else value
+            prompt = is_prompt(key.type)
+            if (prompt or is_shown(key.type)) and self._store.has(name, id):
+                value = decode_value(self._store.get(name, id), key.type)
+                line[shown_name(self._graph, key)] = (
+                    self._decode(value) if prompt and isinstance(value, list) else value
+                )
         mask = self._store.get(self._own(MASK), sample)
         new = int(mask.sum())
         return {**line, "prompt_tokens": len(mask) - new, "new_tokens": new}
