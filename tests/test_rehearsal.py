@@ -25,6 +25,7 @@ from realgraph.planner.inputs.model_spec import spec_from_config
 from realgraph.planner.options.calls import microbatches_of
 from realgraph.planner.plan.codec import plan_from_json, plan_to_json
 from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.planner.plan.plan import Turn
 from realgraph.rehearsal.compare import compared, too_old
 from realgraph.rehearsal.models import CHARACTERS, ToyModel, toy_config, write_toy_model, write_toy_models
 from realgraph.rehearsal.observer import StepsSeen
@@ -226,6 +227,21 @@ def test_a_device_that_does_not_keep_the_plans_order_is_seen(file: Path) -> None
     assert list(misordered(one, seen, 1)) == []
     (text,) = misordered(one, wrong, 1)
     assert text == f"device 0 ran {', '.join(reversed(turns))}; its plan is {', '.join(turns)}"
+
+
+def test_where_a_session_stands_still_while_others_run_is_no_order(file: Path) -> None:
+    """One that generates beside others, among calls of other steps. The other calls keep theirs."""
+    checked = check_run(file, (), weights=False)
+    plan = plan_for(checked, request_for(checked))
+    stream = checked.graph.generates[0]
+    others = [name for name in plan.allocations if name != stream][:2]
+    one = replace(plan, orders={0: (Turn(stream), *(Turn(name, -1) for name in others))})
+    for order, n_wrong in (((*others, stream), 0), ((*reversed(others), stream), 1)):
+        seen = StepsSeen()
+        for i, call in enumerate(order):
+            seen.observe(Span(0, call, 0, float(i), i + 0.5))
+        assert len(list(misordered(one, seen, 1, (stream,)))) == n_wrong
+    assert list(misordered(one, seen, 1))
 
 
 def test_what_differs_is_seen() -> None:

@@ -132,7 +132,8 @@ def _run(checked: Checked, request: PlanRequest, plan: Plan, root: Path, launche
     seconds = time.monotonic() - began
     if not outcome.ok:
         return Rehearsed(outcome, seen, (), (), seconds)
-    wrong = () if plan.staleness else tuple(misordered(plan, seen, STEPS))
+    streams = request.graph.generates if len(request.graph.generates) > 1 else ()
+    wrong = () if plan.staleness else tuple(misordered(plan, seen, STEPS, streams))
     return Rehearsed(outcome, seen, counted_bytes(seen, request, plan), wrong, seconds)
 
 

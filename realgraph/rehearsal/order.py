@@ -1,19 +1,22 @@
 """The order in which devices ran their calls beside the order of the plan."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import groupby
 
 from realgraph.planner.plan.plan import REALLOCATION, Plan
 from realgraph.rehearsal.observer import StepsSeen
 
 
-def misordered(plan: Plan, seen: StepsSeen, steps: int) -> Iterator[str]:
+def misordered(plan: Plan, seen: StepsSeen, steps: int, streams: Collection[str] = ()) -> Iterator[str]:
     """Devices that did not run their calls in the plan's order, each with both, in words.
 
-    Reallocations, which a first round may not need, and calls whose head is another worker are left out.
+    Reallocations, which a first round may not need, and calls whose head is another worker are left out. So are
+    `streams`, calls that generate beside others, where a round has turns of several steps: a session that has begun
+    stands still while others run.
     """
     for device, turns in sorted(plan.orders.items()):
-        ran = seen.order_on(device, plan.allocations)
+        steps_mix = len({turn.offset for turn in turns}) > 1
+        ran = seen.order_on(device, plan.allocations.keys() - streams if steps_mix else plan.allocations)
         rounds = range(-1 - max((abs(turn.offset) for turn in turns), default=0), steps + 1)
         turned = (
             turn.call
