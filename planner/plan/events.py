@@ -148,8 +148,8 @@ def graph_edges(graph: Graph, staleness: int) -> Iterator[tuple[str, str, int]]:
 
 
 def _batch_edges(graph: Graph, staleness: int) -> Iterator[tuple[str, str, int]]:
-    """From each of several generate calls to what works on a batch, and to the samples of the next one; one call alone
-    is before these by its keys."""
+    """From each of several generate calls to what works on a batch, where one call alone is before that by its keys;
+    from the later ones to the first one's samples of a batch to come: its session ends with the batch."""
     batched = [n for n, call in graph.calls.items() if not isinstance(call, Generate | Function)]
     batched += [n for n, call in graph.calls.items() if isinstance(call, Function) and call.over == "batch"]
     if len(graph.generates) > 1:
