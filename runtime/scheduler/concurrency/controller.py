@@ -25,7 +25,7 @@ from realgraph.runtime.scheduler.concurrency.speed import Speed, SpeedImage
 NEARLY = 0.98  # of the speed with all places filled, that fewer have to reach
 AHEAD = 1.1  # times the speed of training, that generation has to reach: groups take times of their own
 MASKED_SHARE = 0.037  # of the tokens beyond the bound, aimed at: 5 % with a margin for what no prediction sees
-LEAST_TRAINED = 0.90  # of the trained tokens a second with all places filled, as predicted: measured, fewer lose less
+LEAST_TRAINED = 0.97  # of the trained tokens a second with all places filled, that fewer groups may not fall below
 SWING = 0.06  # of the limit, up and down by turns: speeds are told apart by it
 LEAST_FILLED = 0.3  # of the limit: where less is in flight on average, something else holds generation up
 LARGEST_CHANGE = 1.25  # factor between two limits
