@@ -9,14 +9,7 @@ from realgraph.graphs.keys import parse_key_type
 from realgraph.graphs.spec import Function
 from realgraph.runtime.functions.functions import Unit, check_output, error_output
 from realgraph.runtime.functions.host import FunctionHost
-from realgraph.runtime.functions.rewards import (
-    FUNCTIONS,
-    INLINE,
-    best_of,
-    final_number,
-    last_number,
-    reward_spread,
-)
+from realgraph.runtime.functions.rewards import FUNCTIONS, INLINE, best_of, final_number, last_number, reward_spread
 
 REWARD = {"reward": "sample float32"}
 

@@ -25,8 +25,10 @@ def is_shown(key: KeyType) -> bool:
 def with_gathering(graph: Graph) -> Graph:
     """The graph with a last call, where its samples are the result, that copies what other workers may have of them,
     such as the scores of a reward model, to the worker that writes them down."""
+    if not keeps_samples(graph):
+        return graph
     away = [key for key in graph.keys.values() if is_shown(key.type) and _is_away(graph, key.producer)]
-    if not keeps_samples(graph) or not away:
+    if not away:
         return graph
     name = "samples"
     while name in graph.calls:
