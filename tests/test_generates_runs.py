@@ -42,8 +42,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_of(home: Path, name: str, graph: str, *parts: dict[str, Any]) -> Path:
-    """A finished run of one of GRAPHS."""
+def file_of(home: Path, name: str, graph: str, *parts: dict[str, Any]) -> Path:
+    """The file of a run of one of GRAPHS."""
     (home / "judging.py").write_text(FUNCTIONS)
     file = write_run(home, name, GRAPHS[graph], {"steps": 4, "checkpoint": {"every": 2, "keep": 9}}, *parts)
     text = file.read_text().replace('"LATER"', '"greedy"' if graph == "remax" else '"judge"')
@@ -51,7 +51,12 @@ def run_of(home: Path, name: str, graph: str, *parts: dict[str, Any]) -> Path:
     if graph == "judge":
         del run["data"]["columns"]["answer"]
     file.write_text(json.dumps(run))
-    finish(home, "run", str(file), name=name)
+    return file
+
+
+def run_of(home: Path, name: str, graph: str, *parts: dict[str, Any]) -> Path:
+    """A finished run of one of GRAPHS."""
+    finish(home, "run", str(file_of(home, name, graph, *parts)), name=name)
     return home / name
 
 

@@ -38,7 +38,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def own(folder: Path, python: Path, tmp_path: Path) -> Iterator[SglangEngine]:
     """An engine with its own server, in the directory of a run whose worker was killed after an update."""
-    (tmp_path / "run" / "sglang-weights-0" / "weights-1").mkdir(parents=True)
+    (tmp_path / "run" / "sglang-weights-rollout-0" / "weights-1").mkdir(parents=True)
     engine = opened(folder, RolloutSpec(engine="sglang", python=str(python)), tmp_path / "run")
     yield engine
     assert engine.close(SECONDS)

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from realgraph.commands.run import RunOptions, run_command
-from realgraph.graphs.errors import Where
 from realgraph.planner.costs.generate.decode import cache_bytes_per_token
 from realgraph.planner.costs.memory.memory import generation
 from realgraph.planner.feasibility.validate import validate
@@ -262,17 +261,129 @@ def test_mistakes_have_the_line_of_the_file(place: Path) -> None:
     assert (problem.where.file, problem.where.line) == (str(place / "run.yaml"), text.count("\n") + 1)
 
 
-def test_servers_generate_for_one_call(place: Path) -> None:
-    """A graph with two is refused where the run file names the engine."""
+# --- several generate calls -------------------------------------------------------------------------------------------
+
+BOTH = "allocation={rollout: {first: 2, devices: 1}, greedy: {first: 3, devices: 1}}"
+
+
+TWICE = """\
+name: twice
+inputs: {prompt: group tokens}
+models: {actor: {}}
+calls:
+  rollout: {kind: generate, model: actor, reads: [prompt], n: 2}
+  greedy: {kind: generate, model: actor, reads: [prompt], temperature: 0}
+"""
+ONLY_GENERATES = """\
+graph: twice.yaml
+models: {actor: {path: model}}
+data: {path: data/train.jsonl, columns: {prompt: question}}
+batch: {groups: 4, max_new_tokens: 16}
+steps: 3
+"""
+
+
+def of_two_calls(place: Path, *overrides: str) -> PreparedRun:
+    """A run of ReMax, whose two calls generate with one model."""
     tiny.save(place / "model")
     text = RUN.replace("graph: grpo", "graph: remax").replace("  group_size: 2\n", "")
-    text += "cluster: {kind: cpu, devices: 4}\nallocation: {rollout: {first: 2, devices: 2}}\n"
-    (place / "run.yaml").write_text(text + "rollout:\n  python: /bin/sh\n  engine: sglang\n")
-    (problem,) = problems_of(lambda: prepared(place))
-    line = text.count("\n") + 3
-    assert problem.where == Where(str(place / "run.yaml"), line, "$.rollout.engine")
-    assert "generate for one call, and the graph has several: rollout, greedy" in problem.text
-    assert problem.hint == "generate with the embedded engine"
+    (place / "run.yaml").write_text(text)
+    return prepare(place / "run.yaml", overrides, None)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_each_generate_call_has_devices_of_its_own(place: Path, staleness: int) -> None:
+    run = of_two_calls(place, *ON_SERVERS, BOTH, f"staleness={staleness}")
+    layouts = {name: allocation.layout for name, allocation in run.job.plan.allocations.items()}
+    assert (layouts["rollout"].mesh, layouts["greedy"].mesh) == (DeviceMesh(2, 1), DeviceMesh(3, 1))
+    assert set(layouts["train"].mesh.devices) <= {0, 1}
+    assert not validate(run.job.plan, run.request)
+
+
+def test_calls_of_a_graph_that_only_generates_have_devices_of_their_own_too(place: Path) -> None:
+    tiny.save(place / "model")
+    (place / "twice.yaml").write_text(TWICE)
+    (place / "run.yaml").write_text(ONLY_GENERATES)
+    problems = problems_of(lambda: prepare(place / "run.yaml", ON_SERVERS, None))
+    assert {problem.where.path for problem in problems} == {"$.allocation.rollout", "$.allocation.greedy"}
+    run = prepare(place / "run.yaml", (*ON_SERVERS, BOTH), None)
+    meshes = {name: allocation.layout.mesh for name, allocation in run.job.plan.allocations.items()}
+    assert meshes == {"rollout": DeviceMesh(2, 1), "greedy": DeviceMesh(3, 1)}
+
+
+def test_the_pins_that_a_refusal_names_are_accepted(place: Path) -> None:
+    problems = problems_of(lambda: of_two_calls(place, *ON_SERVERS))
+    assert [problem.where.path for problem in problems] == ["$.allocation.rollout", "$.allocation.greedy"]
+    pins = [problem.hint.partition("allocation: {")[2].removesuffix("}") for problem in problems]
+    assert of_two_calls(place, *ON_SERVERS, f"allocation={{{', '.join(pins)}}}").job.plan.allocations
+
+
+def urls(given: str) -> tuple[str, ...]:
+    return f"rollout={{engine: sglang, urls: {given}}}", "cluster={kind: cpu, devices: 4}", BOTH
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "text", "hint"),
+    [
+        (
+            (*ON_SERVERS, "allocation={rollout: {first: 2, devices: 2}, greedy: {first: 3, devices: 1}}"),
+            "$.allocation.greedy",
+            "'greedy' is pinned to devices of 'rollout'",
+            "pin it to others",
+        ),
+        (
+            (ON_SERVERS[0], "cluster={kind: cpu, devices: 2}"),
+            "$.cluster",
+            "'rollout', 'greedy' and the other calls need 3 devices at least, and there are 2",
+            "more devices",
+        ),
+        (
+            (*ON_SERVERS, "allocation={rollout: {first: 0, devices: 2}, greedy: {first: 2, devices: 2}}"),
+            "$.allocation",
+            "have all 4 devices",
+            "leave devices to them",
+        ),
+        (
+            urls(f"['{URL}']"),
+            "$.rollout.urls",
+            "nothing says which servers are whose",
+            "{rollout: [URL], greedy: [URL]}",
+        ),
+        (urls(f"{{rollout: ['{URL}']}}"), "$.rollout.urls", "no server is given for 'greedy'", "add greedy: [URL]"),
+        (
+            urls(f"{{rollout: ['{URL}'], gredy: ['{URL}1']}}"),
+            "$.rollout.urls.gredy",
+            "'gredy' is no generate call",
+            "'greedy'",
+        ),
+        (
+            urls(f"{{rollout: ['{URL}'], greedy: ['{URL}']}}"),
+            "$.rollout.urls.greedy[0]",
+            "is named twice",
+            "one replica of one call",
+        ),
+        (
+            urls(f"{{rollout: ['{URL}'], greedy: ['{URL}1', '{URL}2']}}"),
+            "$.rollout.urls.greedy",
+            "'greedy' has 1 devices, and 2 servers",
+            "one for each dp replica",
+        ),
+    ],
+)
+def test_servers_of_several_calls_that_do_not_fit_them_are_refused(
+    place: Path, overrides: tuple[str, ...], path: str, text: str, hint: str
+) -> None:
+    problems = problems_of(lambda: of_two_calls(place, *overrides))
+    assert any(p.where.path == path and text in p.text and hint in p.hint for p in problems), problems
+
+
+def test_given_servers_of_each_call_are_asked_what_that_call_needs(place: Path, tmp_path: Path) -> None:
+    """The second has less context than its own call needs, at its place in the file."""
+    model = tiny.save(tmp_path / "right")
+    with standin(model, tmp_path / "a") as one, standin(model, tmp_path / "b", "--context-length", "16") as other:
+        run = of_two_calls(place, *urls(f"{{rollout: ['{one.url}'], greedy: ['{other.url}']}}"))
+        (problem,) = problems_of(lambda: check_given_servers(run))
+    assert problem.where.path == "$.rollout.urls.greedy[0]" and other.url in problem.text and " 16 " in problem.text
 
 
 # --- experts ----------------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def test_broadcasts_reach_no_server_that_keeps_its_weights(home: Path, tmp_path:
     assert evaluated[0] == 0 and evaluated[-1] == 16
     gaps = [value for step in records(home / "beside") for key, value in step["metrics"].items() if "update_gap" in key]
     assert gaps and max(gaps) < 1e-3
-    served_logs = [(home / "beside" / "logs" / f"sglang-{i}.log").read_text() for i in range(2)]
+    served_logs = [(home / "beside" / "logs" / f"sglang-rollout-{i}.log").read_text() for i in range(2)]
     by_disk, by_broadcast = (
         [text.count(f'"POST /update_weights_from_{way} HTTP/1.1" 200') for text in served_logs]
         for way in ("disk", "distributed")
@@ -121,7 +121,7 @@ def test_a_run_outlives_its_server(home: Path, tmp_path: Path) -> None:
     assert run.wait() == 0, run.output() + logs(run.folder)
     steps = run.records()
     assert [step["step"] for step in steps] == list(range(12))
-    assert (run.folder / "logs" / "sglang-0.log").read_text().count("fired up") == 2
+    assert (run.folder / "logs" / "sglang-rollout-0.log").read_text().count("fired up") == 2
     assert not servers_at(run.home)
 
 
@@ -150,7 +150,7 @@ def test_a_worker_that_is_killed_is_replaced_with_its_server(home: Path, tmp_pat
     assert steps[-1]["metrics"]["rollout/engines"] == 2.0
     gaps = [value for step in steps for key, value in step["metrics"].items() if key.endswith("update_gap")]
     assert len(gaps) >= 4 and max(gaps) < 1e-3
-    assert (run.folder / "logs" / "sglang-0.log").read_text().count(
+    assert (run.folder / "logs" / "sglang-rollout-0.log").read_text().count(
         "fired up"
     ) >= 2  # a busy machine may give up one more
     assert not servers_at(run.home)
@@ -173,7 +173,7 @@ def test_weights_are_broadcast_to_all_servers_and_one_dies_in_it(home: Path, tmp
     assert [step["step"] for step in steps] == list(range(8))
     gaps = [value for step in steps for key, value in step["metrics"].items() if key.endswith("update_gap")]
     assert len(gaps) >= 5 and max(gaps) < 1e-3  # of 7 updates; how many have probes depends on when the server dies
-    served_logs = [(run.folder / "logs" / f"sglang-{i}.log").read_text() for i in range(2)]
+    served_logs = [(run.folder / "logs" / f"sglang-rollout-{i}.log").read_text() for i in range(2)]
     assert sum(text.count("fired up") for text in served_logs) >= 3  # a busy machine may give up one more
     assert logs(run.folder).count("no broadcast") == 1
     assert not list(run.folder.rglob("*-weights-*"))

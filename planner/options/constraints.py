@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from itertools import combinations
 
 from realgraph.graphs.errors import Problem, Where, suggest
 from realgraph.graphs.spec import Generate, ModelCall, Train
@@ -273,17 +274,28 @@ def _train_places(request: PlanRequest) -> Iterator[Problem]:
 def _servers(request: PlanRequest) -> Iterator[Problem]:
     """Engines with devices of their own, of which nobody says which they are, or which leave none to the others."""
     others = [name for name in request.mesh_calls if not isinstance(request.graph.calls[name], Generate)]
-    if not request.engine.own_devices or not others:
+    if not request.engine.own_devices or len(request.mesh_calls) == 1:
         return
     meshes, total = server_meshes(request), request.cluster.n_devices
-    for name in request.mesh_calls:
-        if isinstance(request.graph.calls[name], Generate) and name not in meshes:
+    generates = [name for name in request.mesh_calls if name not in others]
+    if others and total <= len(generates):
+        whose = f"{', '.join(map(repr, generates))} and the other calls need {len(generates) + 1} devices at least"
+        text = f"{request.engine.name} generate on devices that no other call has: {whose}, and there are {total}"
+        yield Problem(Where(path="$.cluster"), text, "give more devices", "constraint")
+        return
+    size = 1 << (max(1, total // (2 * len(generates))).bit_length() - 1)  # of each in the hints
+    for i, name in enumerate(generates):
+        if name not in meshes:
             text = f"{request.engine.name} generate on devices that no other call has, and nothing says on which"
-            last = f"{{first: {max(1, total // 2)}, devices: {max(1, total - total // 2)}}}"
+            last = f"{{first: {max(1, total - (len(generates) - i) * size)}, devices: {size}}}"
             where = Where(path=f"$.allocation.{name}")
             yield Problem(where, text, f"pin them, such as allocation: {{{name}: {last}}}", "constraint")
+    for one, other in combinations(meshes, 2):
+        if meshes[one].overlaps(meshes[other]):
+            text = f"{other!r} is pinned to devices of {one!r}, and {request.engine.name} share none"
+            yield Problem(Where(path=f"$.allocation.{other}"), text, "pin it to others", "constraint")
     taken = {device for mesh in meshes.values() for device in mesh.devices}
-    if taken >= set(range(total)):
+    if others and taken >= set(range(total)):
         text = f"{request.engine.name} have all {total} devices, which leaves none to {', '.join(map(repr, others))}"
         yield Problem(Where(path="$.allocation"), text, "leave devices to them", "constraint")
     for name, pin in request.pins.items():

@@ -33,16 +33,18 @@ def check_given_servers(prepared: PreparedRun) -> Sequence[Problem]:
 
 def expected_servers(prepared: PreparedRun) -> dict[str, Expected]:
     """URL -> what has to be there."""
-    job, urls = prepared.job, prepared.job.rollout.urls
-    calls = [(name, call) for name, call in job.graph.calls.items() if isinstance(call, Generate)]
-    if not urls or not calls:
-        return {}
-    (name, call), *_ = calls  # servers generate for one
+    calls = {name: call for name, call in prepared.job.graph.calls.items() if isinstance(call, Generate)}
+    return {url: one for name, call in calls.items() for url, one in _servers_of(prepared, name, call).items()}
+
+
+def _servers_of(prepared: PreparedRun, name: str, call: Generate) -> dict[str, Expected]:
+    """Those of one call."""
+    job = prepared.job
     model, layout = prepared.request.model(name), job.plan.allocations[name].layout
     context = job.data.max_prompt_tokens + call.most_new_tokens(job.batch.max_new_tokens)
     return {
         url: Expected(
-            where=prepared.checked.where(f"$.rollout.urls[{replica}]"),
+            where=prepared.checked.where(job.rollout.url_path(name, replica)),
             model_type=model.architecture,
             vocabulary=model.vocab,
             dtype=job.graph.models[call.model].dtype,
@@ -51,7 +53,7 @@ def expected_servers(prepared: PreparedRun) -> dict[str, Expected]:
             tp=layout.tp,
             ep=layout.ep,
         )
-        for replica, url in enumerate(urls)
+        for replica, url in enumerate(job.rollout.urls_of(name))
     }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from realgraph.graphs.errors import ConfigError, Problem, Where, reason
+from realgraph.graphs.errors import ConfigError, Problem, Where, reason, suggest
 from realgraph.graphs.spec import Generate
 from realgraph.graphs.yaml.files import read_text
 from realgraph.planner.costs.lengths import quantiles
@@ -269,20 +269,37 @@ def _server_problems(checked: Checked) -> Iterator[Problem]:
     if not generates:
         hint = "leave rollout.engine out"
         yield Problem(checked.where("$.rollout.engine"), f"the graph {graph.name!r} generates nothing", hint, "sglang")
-    if len(generates) > 1:
-        text = f"SGLang servers generate for one call, and the graph has several: {', '.join(generates)}"
-        yield Problem(checked.where("$.rollout.engine"), text, "generate with the embedded engine", "sglang")
     for name, call in generates.items():
         for key, cuts in (("top_p", call.top_p < 1), ("top_k", call.top_k > 0)):
             if cuts and call.temperature > 0:
                 text = f"SGLang gives log-probabilities without {key}, which are not those that tokens are drawn with"
                 hint = f"leave {key} out, or generate with the embedded engine"
                 yield Problem(checked.where(f"$.calls.{name}.{key}"), text, hint, "sglang")
-        pin, n = checked.run.allocation.get(name, Pin()), len(rollout.urls)
+        pin, n = checked.run.allocation.get(name, Pin()), len(rollout.urls_of(name))
         replicas = pin.dp or (pin.devices // pin.tp if pin.devices and pin.tp else n)
         if n and pin.devices is not None and (pin.devices % n or replicas != n):
             text = f"{name!r} has {pin.devices} devices, and {n} servers are given"
-            yield Problem(checked.where("$.rollout.urls"), text, "give one for each dp replica of the call", "sglang")
+            where = checked.where(f"$.rollout.urls.{name}" if isinstance(rollout.urls, dict) else "$.rollout.urls")
+            yield Problem(where, text, "give one for each dp replica of the call", "sglang")
+    yield from _misplaced_servers(checked, tuple(generates))
+
+
+def _misplaced_servers(checked: Checked, generates: Sequence[str]) -> Iterator[Problem]:
+    """Servers that are given for no call of the graph, and generate calls that none is given for."""
+    urls, where = checked.run.rollout.urls, checked.where("$.rollout.urls")
+    if not isinstance(urls, dict):
+        if urls and len(generates) > 1:
+            text = f"the graph generates in {', '.join(generates)}, and nothing says which servers are whose"
+            hint = f"name the call of each: {{{', '.join(f'{name}: [URL]' for name in generates)}}}"
+            yield Problem(where, text, hint, "sglang")
+        return
+    for name in urls:
+        if name not in generates:
+            hint = suggest(name, generates)
+            yield Problem(checked.where(f"$.rollout.urls.{name}"), f"{name!r} is no generate call", hint, "sglang")
+    for name in generates:
+        if urls and not urls.get(name):
+            yield Problem(where, f"no server is given for {name!r}", f"add {name}: [URL]", "sglang")
 
 
 def engine_of(rollout: RolloutSpec, cluster: Cluster) -> EngineSupport:
@@ -297,7 +314,7 @@ def engine_of(rollout: RolloutSpec, cluster: Cluster) -> EngineSupport:
 
 def _of_servers(checked: Checked, name: str, pin: Pin) -> Pin:
     """The pin of a generate call whose servers are given: one for each replica, the devices shared out among them."""
-    urls = checked.run.rollout.urls
+    urls = checked.run.rollout.urls_of(name)
     if not urls or not isinstance(checked.graph.calls[name], Generate) or pin.devices is None:
         return pin
     return msgspec.structs.replace(pin, dp=len(urls), tp=pin.devices // len(urls))

@@ -48,14 +48,17 @@ def rollout_mistakes(spec: RolloutSpec) -> Iterator[Mistake]:
 
 
 def _urls(spec: RolloutSpec) -> Iterator[Mistake]:
-    for i, url in enumerate(spec.urls):
+    seen = set[str]()
+    calls = spec.urls if isinstance(spec.urls, dict) else {"": spec.urls}
+    for path, url in ((spec.url_path(call, i), url) for call, urls in calls.items() for i, url in enumerate(urls)):
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            yield f"$.rollout.urls[{i}]", f"{url!r} is no address of a server", "such as http://127.0.0.1:30000"
+            yield path, f"{url!r} is no address of a server", "such as http://127.0.0.1:30000"
         elif parts.username or parts.password:
-            yield f"$.rollout.urls[{i}]", "the address holds a password, which would be logged", "leave it out"
-        if url in spec.urls[:i]:
-            yield f"$.rollout.urls[{i}]", f"{url} is named twice", "one server generates for one replica"
+            yield path, "the address holds a password, which would be logged", "leave it out"
+        if url in seen:
+            yield path, f"{url} is named twice", "one server generates for one replica of one call"
+        seen.add(url)
     if spec.urls and spec.server_args:
         text = "server_args are of servers that are started, and urls names servers that run already"
         yield "$.rollout.server_args", text, "give them to those servers"

@@ -7,6 +7,7 @@ from msgspec import Meta, Struct, field
 Interrupt = Literal["recompute", "keep_kv", "wait"]
 RolloutEngineName = Literal["embedded", "sglang"]
 WeightsRoute = Literal["auto", "disk", "broadcast"]
+Urls = tuple[str, ...] | dict[str, tuple[str, ...]]
 # Arguments of a server that are not the user's to give: they are ours, or what servers and clients agree about.
 RESERVED = ("model", "model_path", "host", "port", "nccl_port", "api_key", "admin_api_key", "weight_version", "config")
 
@@ -18,8 +19,8 @@ class RolloutSpec(Struct, frozen=True, forbid_unknown_fields=True):
     once, over the cache that the old weights made. `wait`: to their end under the old weights, which the new ones
     wait for. See `docs/async.md`.
 
-    `engine: sglang` generates on SGLang servers, one for each data-parallel replica: started in the environment that
-    `python` is the interpreter of, or running already at `urls`. See `docs/sglang.md`.
+    `engine: sglang` generates on SGLang servers, one for each data-parallel replica of each generate call: started in
+    the environment that `python` is the interpreter of, or running already at `urls`. See `docs/sglang.md`.
     """
 
     interrupt: Interrupt = "recompute"  # samples under way when new weights come
@@ -28,6 +29,14 @@ class RolloutSpec(Struct, frozen=True, forbid_unknown_fields=True):
     max_running: Annotated[int, Meta(ge=1)] | None = None  # sequences that decode at once, per engine; default: 1,024
     engine: RolloutEngineName = "embedded"  # of generate calls; what trains is embedded in any case
     python: str | None = None  # interpreter of the environment that has SGLang; servers are started with it
-    urls: tuple[str, ...] = ()  # of servers on this host that run already, one a replica
+    urls: Urls = ()  # of servers on this host that run already, one a replica; where several calls generate, by call
     weights: WeightsRoute = "auto"  # way of new weights to servers that are started; auto: the plan chooses
     server_args: dict[str, Any] = field(default_factory=dict)  # of servers that are started: `tp_size: 2`
+
+    def urls_of(self, call: str) -> tuple[str, ...]:
+        """The servers that are given for a generate call, one for each of its replicas."""
+        return self.urls.get(call, ()) if isinstance(self.urls, dict) else self.urls
+
+    def url_path(self, call: str, replica: int) -> str:
+        """The place of a server's address in the run file."""
+        return f"$.rollout.urls.{call}[{replica}]" if isinstance(self.urls, dict) else f"$.rollout.urls[{replica}]"

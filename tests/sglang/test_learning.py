@@ -48,6 +48,6 @@ def test_a_run_on_a_real_server_learns(home: Path, tmp_path: Path) -> None:
     gaps = [value for step in steps for key, value in step.items() if key.endswith(("logprob_gap", "update_gap"))]
     assert len(gaps) >= STEPS - 1 and max(gaps) < 1e-3
     assert "not compared" not in logs(run.folder)
-    served_log = (run.folder / "logs" / "sglang-0.log").read_text()
+    served_log = (run.folder / "logs" / "sglang-rollout-0.log").read_text()
     assert served_log.count('"POST /update_weights_from_distributed HTTP/1.1" 200') >= STEPS - 2
     assert served_log.count('"POST /weights_checker HTTP/1.1" 200') >= 4  # of two updates, each before and after

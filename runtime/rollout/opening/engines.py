@@ -32,7 +32,7 @@ def open_sglang(order: "EngineOrder", notify: Callable[[], None]) -> SglangEngin
     config = parse_config(source)
     specs = weight_specs(empty_network(config, role.head, DTYPES[role.dtype]))
     expected = Expected(
-        where=Where(path=f"$.rollout.urls[{order.replica}]" if spec.urls else "$.rollout"),
+        where=Where(path=spec.url_path(order.call, order.replica) if spec.urls else "$.rollout"),
         model_type=config.model_type,
         vocabulary=config.vocab_size,
         dtype=role.dtype,
@@ -47,12 +47,12 @@ def open_sglang(order: "EngineOrder", notify: Callable[[], None]) -> SglangEngin
     home: ServerHome
     timeouts = timeouts_of(order.deadline_seconds)
     if spec.urls:
-        home = GivenServer(spec.urls[order.replica], expected, order.start_seconds, timeouts)
+        home = GivenServer(spec.urls_of(order.call)[order.replica], expected, order.start_seconds, timeouts)
     else:
         home = OwnServer(_server_spec(order, str(source), most), expected, timeouts)
     half = order.deadline_seconds / 2
     serving = ServingBounds(most, min(order.silent_seconds, half), half)
-    return SglangEngine(model, home, order.folder / f"sglang-weights-{order.replica}", serving, notify)
+    return SglangEngine(model, home, order.folder / f"sglang-weights-{order.call}-{order.replica}", serving, notify)
 
 
 class EngineOrder(NamedTuple):
@@ -65,7 +65,9 @@ class EngineOrder(NamedTuple):
     decode: Decode
     device: torch.device  # of the worker that heads the replica
     folder: Path  # for a log, and for links to weights
-    replica: int
+    call: str
+    replica: int  # of the call
+    worker: int  # that heads the replica
     context: int  # tokens of the longest prompt and response
     start_seconds: float
     silent_seconds: float  # without a token, at most
@@ -102,18 +104,18 @@ def _server_spec(order: EngineOrder, model: str, most: int) -> ServerSpec:
     if order.device.type == "cuda":
         arguments["base_gpu_id"] = order.device.index or 0  # the replica's other ranks have those behind it
     elif order.tp > 1 and CORES not in variables():
-        environment[CORES] = rank_cores(order.replica, order.tp, sorted(os.sched_getaffinity(0)))
+        environment[CORES] = rank_cores(order.worker, order.tp, sorted(os.sched_getaffinity(0)))
     return ServerSpec(
         python=order.rollout.python,
         model=model,
         version=0,
-        log=str(order.folder / f"sglang-{order.replica}.log"),
+        log=str(order.folder / f"sglang-{order.call}-{order.replica}.log"),
         arguments={**arguments, **order.rollout.server_args},
         start_seconds=order.start_seconds,
         environment=environment,
     )
 
 
-def rank_cores(replica: int, tp: int, cores: Sequence[int]) -> str:
-    """The cores of a server's ranks on CPUs as SGLang takes them: one for each, in turn over the replicas."""
-    return "|".join(str(cores[(replica * tp + rank) % len(cores)]) for rank in range(tp))
+def rank_cores(worker: int, tp: int, cores: Sequence[int]) -> str:
+    """The cores of a server's ranks on CPUs as SGLang takes them: one for each, in turn over the workers of a run."""
+    return "|".join(str(cores[(worker + rank) % len(cores)]) for rank in range(tp))
