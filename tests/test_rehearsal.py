@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from safetensors import safe_open
 
 from realgraph.commands.rehearse import rehearse_command
 from realgraph.graphs.errors import ConfigError, Where
-from realgraph.graphs.spec import ModelRole, Train
+from realgraph.graphs.spec import Function, ModelRole, Train
 from realgraph.planner.costs.memory.memory import expert_copies, trained_copy
 from realgraph.planner.inputs.model_configs import known_models, load_model_spec
 from realgraph.planner.inputs.model_spec import spec_from_config
@@ -27,10 +28,12 @@ from realgraph.planner.plan.codec import plan_from_json, plan_to_json
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.plan.plan import Turn
 from realgraph.rehearsal.compare import compared, too_old
+from realgraph.rehearsal.functions import ask
 from realgraph.rehearsal.models import CHARACTERS, ToyModel, toy_config, write_toy_model, write_toy_models
 from realgraph.rehearsal.observer import StepsSeen
 from realgraph.rehearsal.order import misordered
 from realgraph.rehearsal.rows import made_rows
+from realgraph.rehearsal.run import ASK, toy_run
 from realgraph.rehearsal.scale import ToyScale, scale_of
 from realgraph.rehearsal.sizes import TOLERANCE, Counted, toy_excess
 from realgraph.rehearsal.texts import real_rows
@@ -108,6 +111,23 @@ def test_the_plan_of_a_cluster_runs_here_with_the_numbers_of_one_process(file: P
     assert plan.allocations["train_actor"].layout.tp == 2
 
 
+@pytest.mark.slow
+def test_the_plan_of_a_judge_on_servers_runs_here_on_embedded_engines(file: Path) -> None:
+    """Synchronously, so that all numbers are compared: a question that is longer than toy prompts has a toy one."""
+    run = {**RUN, "graph": "judge", "cluster": {"devices": 4, "kind": "H100-SXM"}}
+    run["models"] = {**RUN["models"], "judge": {"path": "model", "dtype": "bfloat16"}}
+    run["rollout"] = {"engine": "sglang", "python": sys.executable}
+    run["allocation"] = {"rollout": {"first": 2, "devices": 1}, "judge": {"first": 3, "devices": 1}}
+    file.write_text(yaml.safe_dump(run))
+    running = start(file.parent, "rehearse", str(file))
+    assert running.wait(300.0) == 0, running.output()
+    said = running.output()
+    assert "embedded engines generate here in the place of SGLang servers" in said
+    assert "numbers are those of one process" in said and "differs" not in said
+    assert re.search(r"2 +reward/reward +(\S+) +\1 *\n", said)
+    assert re.search(r"rollout +weights moved +([\d,]+) +\1 *\n", said)
+
+
 def test_a_plan_file_is_rehearsed_and_one_that_can_not_be_is_refused_at_its_place(file: Path, tmp_path: Path) -> None:
     checked = check_run(file, (), weights=False)
     plan = json.loads(plan_to_json(plan_for(checked, request_for(checked))))
@@ -146,6 +166,18 @@ def test_the_runs_own_pairs_and_answers_become_toy_ones(file: Path, tmp_path: Pa
     (toy,) = real_rows(checked.run.data, checked.graph, ToyScale(512, 1024, 428, 1, 1, 16), 3)
     assert toy["prompt"] == "cd"
     assert toy["response"] == "h"  # of two tokens, the last of which is the end of the sequence
+
+
+def test_a_prompt_that_a_function_writes_becomes_a_short_one(file: Path, tmp_path: Path) -> None:
+    models = "models={judge: {path: model, dtype: bfloat16}}"
+    checked = check_run(file, ("graph=judge", models), weights=False)
+    request = request_for(checked)
+    toy = toy_run(checked, scale_of(request, plan_for(checked, request)), tmp_path).checked
+    question = toy.graph.calls["question"]
+    assert isinstance(question, Function)
+    assert question.fn == ASK and question.args == {"length": toy.run.data.max_prompt_tokens}
+    assert [ask(length=3, prompt="ab", text=text) for text in ("", "c", "cdef")] == ["ab", "abc", "def"]
+    assert ask(length=3, prompt="", text="") == "0"
 
 
 def test_a_sequence_beside_the_samples_becomes_a_toy_one(file: Path, tmp_path: Path) -> None:

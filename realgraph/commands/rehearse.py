@@ -154,6 +154,8 @@ def _say_plan(plan: Plan, request: PlanRequest, scale: ToyScale, console: Termin
         f"{scale.sample} tokens in the place of {scale.prompt + scale.response}",
         soft_wrap=True,
     )
+    if request.engine.own_devices:
+        console.print(f"embedded engines generate here in the place of {request.engine.name}", soft_wrap=True)
 
 
 def _conclude(runs: tuple[Rehearsed, Rehearsed | None], bound: float | None, console: Terminal) -> None:

@@ -1,4 +1,5 @@
-"""The plan of a run as its rehearsal follows it: every layout, order and residency; only tokens are fewer."""
+"""The plan of a run as its rehearsal follows it: every layout, order and residency; only tokens are fewer, and weights
+come to embedded engines where the plan has servers."""
 
 import math
 
@@ -7,7 +8,8 @@ from msgspec.structs import replace
 from realgraph.graphs.errors import ConfigError
 from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.options.calls import sample_tokens, sized
-from realgraph.planner.plan.plan import Allocation, Plan
+from realgraph.planner.options.constraints import lacking_transport
+from realgraph.planner.plan.plan import Allocation, Plan, Transport
 from realgraph.planner.request.request import PlanRequest, hashes
 from realgraph.planner.search.search import reprice
 from realgraph.rehearsal.scale import ToyScale
@@ -19,11 +21,18 @@ def toy_plan(plan: Plan, toy: PlanRequest, scale: ToyScale, typical: float) -> P
     planned = plan.allocations.items()
     longest = {name: sample_tokens(sized(toy, name)) for name, _ in planned}
     allocations = {name: _allocation(one, scale, typical, longest[name]) for name, one in planned}
-    small = replace(plan, allocations=allocations, hashes=hashes(toy))
+    ways = {name: _way(toy, name, transport) for name, transport in plan.reallocation_transport.items()}
+    small = replace(plan, allocations=allocations, reallocation_transport=ways, hashes=hashes(toy))
     problems = validate(small, toy)
     if problems:
         raise ConfigError(problems)
     return reprice(toy, small)
+
+
+def _way(toy: PlanRequest, call: str, transport: Transport) -> Transport:
+    """The way of new weights to a call: the plan's, where it is not one of servers alone."""
+    known = not lacking_transport(toy.engine, toy.graph.calls[call], transport)
+    return transport if known else toy.engine.transports_to(toy.graph.calls[call])[0]
 
 
 def _allocation(allocation: Allocation, scale: ToyScale, typical: float, longest: int) -> Allocation:

@@ -23,7 +23,7 @@ from realgraph.run_file.compose import Checked
 from realgraph.runtime.job.job import BatchSpec, CheckpointSpec, DataSpec, OutputSpec
 from realgraph.runtime.processes.environment import variables
 
-SCORE = "realgraph.rehearsal.scores:score"
+SCORE, ASK = "realgraph.rehearsal.functions:score", "realgraph.rehearsal.functions:ask"
 STEPS = 2
 THREADS = 1
 MEMORY_GB = 4.0  # of a process: what a toy takes is not what a rehearsal asks about
@@ -73,6 +73,7 @@ def toy_run(checked: Checked, scale: ToyScale, home: Path) -> ToyRun:
         constraints=Constraints(),
         steps=STEPS,
         eval=None,
+        rollout=replace(run.rollout, engine="embedded", python=None, urls=(), server_args={}, weights="auto"),
         checkpoint=CheckpointSpec(every=STEPS),
         outputs=OutputSpec(),
         runtime=replace(run.runtime, threads=THREADS),
@@ -120,17 +121,26 @@ def _config_of(checked: Checked, name: str, role: ModelRole) -> Mapping[str, Any
 
 
 def _toy_calls(graph: Graph, scale: ToyScale) -> dict[str, ModelCall]:
-    """The calls with shorter responses, and a reward that random texts earn in the place of one for a sample's text."""
+    """The calls with shorter responses, short prompts where a function writes them, and a reward that random texts earn
+    in the place of one for a sample's text."""
     calls: dict[str, ModelCall] = {}
     for name, call in graph.calls.items():
         match call:
             case Generate(max_new_tokens=int(tokens)):
                 calls[name] = replace(call, max_new_tokens=scale.shortened(tokens))
+            case Function(over="sample") if _asks(graph, name):
+                calls[name] = replace(call, fn=ASK, args={"length": scale.shortened(scale.prompt)}, ids=(), env=())
             case Function(over="sample", reads=reads) if "text" in reads and _scores(graph, name):
                 calls[name] = replace(call, fn=SCORE, args={}, ids=(), env=())
             case _:
                 calls[name] = call
     return calls
+
+
+def _asks(graph: Graph, call: str) -> bool:
+    """True where a call writes the text that a generate call has as its prompt."""
+    prompts = {key for name in graph.generates for key in graph.reads[name]}
+    return any(key in prompts and graph.keys[key].type.dtype == "text" for key in graph.writes[call])
 
 
 def _scores(graph: Graph, call: str) -> bool:
