@@ -128,6 +128,14 @@ def test_the_plan_of_a_judge_on_servers_runs_here_on_embedded_engines(file: Path
     assert re.search(r"rollout +weights moved +([\d,]+) +\1 *\n", said)
 
 
+@pytest.mark.slow
+def test_calls_that_generate_by_turns_on_one_device_keep_the_order_of_their_plan(file: Path) -> None:
+    file.write_text(yaml.safe_dump({**RUN, "graph": "remax", "cluster": {"devices": 2, "kind": "H100-SXM"}}))
+    running = start(file.parent, "rehearse", str(file))
+    assert running.wait(300.0) == 0, running.output()
+    assert "numbers are those of one process" in running.output()
+
+
 def test_a_plan_file_is_rehearsed_and_one_that_can_not_be_is_refused_at_its_place(file: Path, tmp_path: Path) -> None:
     checked = check_run(file, (), weights=False)
     plan = json.loads(plan_to_json(plan_for(checked, request_for(checked))))
@@ -261,19 +269,20 @@ def test_a_device_that_does_not_keep_the_plans_order_is_seen(file: Path) -> None
     assert text == f"device 0 ran {', '.join(reversed(turns))}; its plan is {', '.join(turns)}"
 
 
-def test_where_a_session_stands_still_while_others_run_is_no_order(file: Path) -> None:
-    """One that generates beside others, among calls of other steps. The other calls keep theirs."""
+@pytest.mark.parametrize("offset", [-1, 0])
+def test_where_a_session_stands_still_while_others_run_is_no_order(file: Path, offset: int) -> None:
+    """One that generates beside others, among calls of its step or of the one before. The other calls keep theirs."""
     checked = check_run(file, (), weights=False)
     plan = plan_for(checked, request_for(checked))
     stream = checked.graph.generates[0]
-    others = [name for name in plan.allocations if name != stream][:2]
-    one = replace(plan, orders={0: (Turn(stream), *(Turn(name, -1) for name in others))})
-    for order, n_wrong in (((*others, stream), 0), ((*reversed(others), stream), 1)):
+    first, second = [name for name in plan.allocations if name != stream][:2]
+    one = replace(plan, orders={0: (Turn(stream), Turn(first, offset), Turn(second, offset))})
+    for order, n_wrong in (((first, stream, second, stream), 0), ((stream, second, stream, first), 1)):
         seen = StepsSeen()
         for i, call in enumerate(order):
             seen.observe(Span(0, call, 0, float(i), i + 0.5))
-        assert len(list(misordered(one, seen, 1, (stream,)))) == n_wrong
-    assert list(misordered(one, seen, 1))
+        assert len(list(misordered(one, seen, 1, {stream}))) == n_wrong
+        assert list(misordered(one, seen, 1))
 
 
 def test_what_differs_is_seen() -> None:

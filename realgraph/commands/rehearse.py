@@ -132,7 +132,7 @@ def _run(checked: Checked, request: PlanRequest, plan: Plan, root: Path, launche
     seconds = time.monotonic() - began
     if not outcome.ok:
         return Rehearsed(outcome, seen, (), (), seconds)
-    streams = request.graph.generates if len(request.graph.generates) > 1 else ()
+    streams = frozenset(request.graph.generates if len(request.graph.generates) > 1 else ())
     wrong = () if plan.staleness else tuple(misordered(plan, seen, STEPS, streams))
     return Rehearsed(outcome, seen, counted_bytes(seen, request, plan), wrong, seconds)
 
