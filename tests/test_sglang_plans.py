@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from realgraph.commands.run import RunOptions, run_command
+from realgraph.planner.advise.servers import with_servers
 from realgraph.planner.costs.generate.decode import cache_bytes_per_token
 from realgraph.planner.costs.memory.memory import generation
 from realgraph.planner.feasibility.validate import validate
@@ -78,7 +79,6 @@ def prepared(place: Path, *overrides: str) -> PreparedRun:
 @pytest.mark.parametrize(
     ("overrides", "path", "text"),
     [
-        (ON_SERVERS, "$.allocation.rollout", "nothing says on which"),
         ((*ON_SERVERS, "allocation={rollout: {devices: 4}}"), "$.allocation", "have all 4 devices"),
         ((*PINNED, "allocation.train={first: 2, devices: 1}"), "$.allocation.train", "pinned to devices that SGLang"),
         ((*PINNED, "constraints={colocated: true}"), "$.constraints.colocated", "that no other call has"),
@@ -261,6 +261,74 @@ def test_mistakes_have_the_line_of_the_file(place: Path) -> None:
     assert (problem.where.file, problem.where.line) == (str(place / "run.yaml"), text.count("\n") + 1)
 
 
+# --- devices of servers that nothing pins -----------------------------------------------------------------------------
+
+
+def period_of(place: Path, *overrides: str) -> float:
+    checked = check_run(place / "run.yaml", overrides, weights=False)
+    request = request_for(checked)
+    plan = plan_for(checked, request)
+    assert not validate(plan, request)
+    return plan.best_seconds
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("kind", ["cpu", "H100-SXM"])
+def test_servers_that_nothing_pins_have_the_fastest_of_all_splits(place: Path, kind: str, staleness: int) -> None:
+    tiny.save(place / "model")
+    asked = (ON_SERVERS[0], f"cluster={{kind: {kind}, devices: 8}}", f"staleness={staleness}")
+    splits = [f"allocation={{rollout: {{first: {8 - n}, devices: {n}}}}}" for n in (1, 2, 4)]
+    least = min(period_of(place, *asked, split) for split in splits)
+    assert period_of(place, *asked) <= 1.02 * least
+
+
+def test_servers_of_two_calls_have_the_fastest_of_all_splits(place: Path) -> None:
+    tiny.save(place / "model")
+    write_remax(place)
+    asked = (ON_SERVERS[0], "cluster={kind: H100-SXM, devices: 4}", "staleness=1", "params.group_size=4")
+    splits = [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((3, 1), (2, 1)), ((2, 1), (3, 1))]
+    pins = "{{rollout: {{first: {}, devices: {}}}, greedy: {{first: {}, devices: {}}}}}"
+    least = min(period_of(place, *asked, f"allocation={pins.format(*one, *two)}") for one, two in splits)
+    assert period_of(place, *asked) <= 1.02 * least
+
+
+def test_what_a_user_pins_of_servers_stays(place: Path) -> None:
+    run = prepared(place, *ON_SERVERS, "allocation={rollout: {tp: 2}}")
+    served = run.job.plan.allocations["rollout"].layout
+    assert (served.tp, served.mesh) == (2, DeviceMesh(2, 2))
+    begins = prepared(place, *ON_SERVERS, "allocation={rollout: {first: 1}}").job.plan.allocations["rollout"].layout
+    assert begins.mesh == DeviceMesh(1, 1)
+
+
+def test_whole_nodes_and_the_devices_of_other_servers_are_left_alone(place: Path) -> None:
+    tiny.save(place / "model")
+    write_remax(place)
+    nodes = "cluster={kind: H100-SXM, devices: 8, nodes: 5}"
+    checked = check_run(
+        place / "run.yaml", (ON_SERVERS[0], nodes, "allocation={greedy: {first: 32, devices: 8}}"), weights=False
+    )
+    placed = with_servers(request_for(checked))
+    mesh = placed.request.pins["rollout"]
+    assert mesh.first is not None and mesh.devices is not None and mesh.first + mesh.devices <= 32
+    assert placed.text.startswith(f"devices of SGLang servers: {mesh.devices} for rollout, the fastest of ")
+
+
+def test_where_no_split_fits_the_reason_is_said(place: Path) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8192, "vocab_size": 128256}
+    config |= {"num_hidden_layers": 80, "intermediate_size": 28672, "num_attention_heads": 64}
+    config |= {"num_key_value_heads": 8, "max_position_embeddings": 8192, "torch_dtype": "bfloat16"}
+    (place / "model" / "config.json").write_text(json.dumps(config))
+    checked = check_run(place / "run.yaml", (ON_SERVERS[0], GPUS), weights=False)
+    problems = problems_of(lambda: plan_for(checked, request_for(checked)))
+    assert any("memory" in problem.text or "GB" in problem.text for problem in problems), problems
+
+
+def test_given_servers_need_to_be_told_their_devices(place: Path) -> None:
+    problems = problems_of(lambda: prepared(place, f"rollout={{engine: sglang, urls: ['{URL}']}}", ON_SERVERS[1]))
+    (problem,) = problems
+    assert problem.where.path == "$.allocation.rollout" and "nothing says which devices" in problem.text
+
+
 # --- several generate calls -------------------------------------------------------------------------------------------
 
 BOTH = "allocation={rollout: {first: 2, devices: 1}, greedy: {first: 3, devices: 1}}"
@@ -283,11 +351,15 @@ steps: 3
 """
 
 
-def of_two_calls(place: Path, *overrides: str) -> PreparedRun:
+def write_remax(place: Path) -> None:
     """A run of ReMax, whose two calls generate with one model."""
-    tiny.save(place / "model")
     text = RUN.replace("graph: grpo", "graph: remax").replace("  group_size: 2\n", "")
     (place / "run.yaml").write_text(text)
+
+
+def of_two_calls(place: Path, *overrides: str) -> PreparedRun:
+    tiny.save(place / "model")
+    write_remax(place)
     return prepare(place / "run.yaml", overrides, None)
 
 
@@ -304,18 +376,9 @@ def test_calls_of_a_graph_that_only_generates_have_devices_of_their_own_too(plac
     tiny.save(place / "model")
     (place / "twice.yaml").write_text(TWICE)
     (place / "run.yaml").write_text(ONLY_GENERATES)
-    problems = problems_of(lambda: prepare(place / "run.yaml", ON_SERVERS, None))
-    assert {problem.where.path for problem in problems} == {"$.allocation.rollout", "$.allocation.greedy"}
     run = prepare(place / "run.yaml", (*ON_SERVERS, BOTH), None)
     meshes = {name: allocation.layout.mesh for name, allocation in run.job.plan.allocations.items()}
     assert meshes == {"rollout": DeviceMesh(2, 1), "greedy": DeviceMesh(3, 1)}
-
-
-def test_the_pins_that_a_refusal_names_are_accepted(place: Path) -> None:
-    problems = problems_of(lambda: of_two_calls(place, *ON_SERVERS))
-    assert [problem.where.path for problem in problems] == ["$.allocation.rollout", "$.allocation.greedy"]
-    pins = [problem.hint.partition("allocation: {")[2].removesuffix("}") for problem in problems]
-    assert of_two_calls(place, *ON_SERVERS, f"allocation={{{', '.join(pins)}}}").job.plan.allocations
 
 
 def urls(given: str) -> tuple[str, ...]:

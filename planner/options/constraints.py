@@ -283,13 +283,11 @@ def _servers(request: PlanRequest) -> Iterator[Problem]:
         text = f"{request.engine.name} generate on devices that no other call has: {whose}, and there are {total}"
         yield Problem(Where(path="$.cluster"), text, "give more devices", "constraint")
         return
-    size = 1 << (max(1, total // (2 * len(generates))).bit_length() - 1)  # of each in the hints
-    for i, name in enumerate(generates):
+    for name in generates:
         if name not in meshes:
             text = f"{request.engine.name} generate on devices that no other call has, and nothing says on which"
-            last = f"{{first: {max(1, total - (len(generates) - i) * size)}, devices: {size}}}"
-            where = Where(path=f"$.allocation.{name}")
-            yield Problem(where, text, f"pin them, such as allocation: {{{name}: {last}}}", "constraint")
+            hint = f"pin them, such as allocation: {{{name}: {{first: {total - 1}, devices: 1}}}}"
+            yield Problem(Where(path=f"$.allocation.{name}"), text, hint, "constraint")
     for one, other in combinations(meshes, 2):
         if meshes[one].overlaps(meshes[other]):
             text = f"{other!r} is pinned to devices of {one!r}, and {request.engine.name} share none"

@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.plan.session import Budget, Session
+from realgraph.planner.advise.servers import with_servers
 from realgraph.planner.advise.sweep import Hint, changes_tried, synchronous
 from realgraph.planner.options.constraints import constraint_problems
 from realgraph.planner.options.tables import Known, PreparedProblem, problem_of
@@ -74,8 +75,17 @@ def other_plans(session: Session, request: PlanRequest, judged: bool) -> Iterato
     if judged:
         yield _searched("best plan", "what the search finds under the run file's settings", session, request)
     if pinned:
-        free = replace(request, pins={}, constraints=Constraints())
-        yield _searched(FREE, "without the run file's allocation and constraints", session, free)
+        free = _placed(replace(request, pins={}, constraints=Constraints()), session)
+        if free != request:  # the planner has placed the servers, and nothing else is pinned
+            yield _searched(FREE, "without the run file's allocation and constraints", session, free)
+
+
+def _placed(request: PlanRequest, session: Session) -> PlanRequest:
+    """The request with places for its servers; as it is where there are none."""
+    try:
+        return with_servers(request, session.quick(OTHER_SECONDS)).request
+    except ConfigError:  # which whoever searches next says
+        return request
 
 
 def _searched(name: str, note: str, session: Session, request: PlanRequest) -> Comparison:

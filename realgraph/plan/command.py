@@ -26,6 +26,7 @@ from realgraph.plan.view.facts import doubts_of, facts_of, fresher
 from realgraph.plan.view.measured import measured_calls, read_run
 from realgraph.plan.view.table import beside_parts, explain_parts, plan_parts
 from realgraph.planner.advise.robust import robust
+from realgraph.planner.advise.servers import with_servers
 from realgraph.planner.options.tables import PreparedProblem, problem_of
 from realgraph.planner.plan.codec import plan_to_json
 from realgraph.planner.plan.plan import Plan
@@ -107,15 +108,17 @@ def _made(now: Session, request: PlanRequest, options: PlanOptions) -> Made:
         return Made(sweep.request, sweep.plan, notes=(first,) if request.cluster.more else (), sizes=sweep.sizes)
     if options.edited is not None:
         return Made(request, read_plan(options.edited, request))
+    placed = with_servers(request, now.limits)
+    request, notes = placed.request, (placed.text,) if placed.text else ()
     if options.robust:
         steady = robust(request, now.limits)
-        return Made(request, steady.plan, notes=(steady.text,))
+        return Made(request, steady.plan, notes=(steady.text, *notes))
     prepared, solution = solved(request, now.limits)
     whole = len(prepared.problem.meshes) == 1  # as a rule's own plan has it: other rules have other meshes
     plan = plan_of(prepared, solution)
     if not options.exact:
         plan = simplest(request, plan, now.limits)
-    return Made(request, plan, None if whole else prepared)
+    return Made(request, plan, None if whole else prepared, notes=notes)
 
 
 # --- showing it -------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.plan.session import Session
+from realgraph.planner.advise.servers import with_servers
 from realgraph.planner.advise.sweep import resize
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.report.content import PlannedSize
@@ -43,9 +44,13 @@ def swept(session: Session, request: PlanRequest, sizes: Sequence[int], target: 
         if session.stop() and plans:
             break
         session.progress.show(f"planning for {size:,} devices (Ctrl-C ends after it)")
-        resized = replace(request, cluster=resize(request.cluster, size))
+        resized, limits = (
+            replace(request, cluster=resize(request.cluster, size)),
+            session.quick(SIZE_SECONDS, session.limits.gap),
+        )
         try:
-            plan = search(resized, session.quick(SIZE_SECONDS, session.limits.gap))
+            resized = with_servers(resized, limits).request
+            plan = search(resized, limits)
         except ConfigError as error:
             planned.append(PlannedSize(size, None, 0.0, error.problems[0].text))
             continue

@@ -11,6 +11,7 @@ from msgspec import Struct
 from realgraph.graphs.errors import ConfigError, Problem, Where, reason, suggest
 from realgraph.graphs.spec import Generate
 from realgraph.graphs.yaml.files import read_text
+from realgraph.planner.advise.servers import with_servers
 from realgraph.planner.costs.lengths import quantiles
 from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.inputs.allocated import cluster_from, is_whole
@@ -200,7 +201,8 @@ def plan_for(checked: Checked, request: PlanRequest) -> Plan:
     """The planner's choice. Raises ConfigError, `Infeasible` where no plan fits, placed in the user's files."""
     prepare_search()
     try:
-        return simplest(request, search(request))
+        placed = with_servers(request).request
+        return simplest(placed, search(placed))
     except Infeasible as error:
         problems = [_placed(checked, problem) for problem in error.problems]
         raise Infeasible(problems, error.conflict, error.changes) from None
@@ -276,6 +278,10 @@ def _server_problems(checked: Checked) -> Iterator[Problem]:
                 hint = f"leave {key} out, or generate with the embedded engine"
                 yield Problem(checked.where(f"$.calls.{name}.{key}"), text, hint, "sglang")
         pin, n = checked.run.allocation.get(name, Pin()), len(rollout.urls_of(name))
+        if n and pin.devices is None:
+            text = f"servers are given for {name!r}, and nothing says which devices they have"
+            hint = f"pin them, such as allocation: {{{name}: {{first: 4, devices: {n}}}}}"
+            yield Problem(checked.where(f"$.allocation.{name}"), text, hint, "sglang")
         replicas = pin.dp or (pin.devices // pin.tp if pin.devices and pin.tp else n)
         if n and pin.devices is not None and (pin.devices % n or replicas != n):
             text = f"{name!r} has {pin.devices} devices, and {n} servers are given"
