@@ -2,6 +2,7 @@
 cluster between them and the rest, and the one whose best plan is the fastest."""
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from itertools import product
 
@@ -22,6 +23,7 @@ from realgraph.planner.search.search import search
 from realgraph.planner.search.streams import streams
 
 SECONDS, GAP = 5.0, 0.01  # of the search for one split
+MOST_SPLITS = 64  # that are tried, where several calls have servers
 PARTS = 8  # of a cluster's nodes, whose multiples servers may have besides powers of two
 
 
@@ -36,7 +38,7 @@ def with_servers(request: PlanRequest, limits: Limits = Limits()) -> Placed:
     """The request with pins for the servers of generate calls that have none: of the splits of the cluster that are
     tried, the one whose best plan is the fastest. As it is where the engines share their devices, or all are pinned.
 
-    limits: of all searches together; each has SECONDS at most. Raises ConfigError where a pin or constraint is wrong,
+    limits: of all splits together, that of each at most SECONDS. Raises ConfigError where a pin or constraint is wrong,
     and as `search` does, of the split nearest to halves, where none has a plan.
     """
     missing = [name for name in request.graph.generates if name not in server_meshes(request)]
@@ -50,15 +52,18 @@ def with_servers(request: PlanRequest, limits: Limits = Limits()) -> Placed:
         return Placed(sound[0])
     each = replace(limits, seconds=min(SECONDS, limits.seconds / len(sound)), gap=max(GAP, limits.gap))
     levels = levels_up_to(request.workload.staleness) if streams(request) else (request.workload.staleness,)
-    best, period, unfinished = None, math.inf, 0
-    for one in sound:
-        level = best_level(one, each, Known(), levels, period)
+    best, period, unfinished, began, known = None, math.inf, 0, time.monotonic(), Known()
+    for number, one in enumerate(sound):
+        if best is not None and (limits.stop() or time.monotonic() - began > limits.seconds):
+            unfinished += len(sound) - number
+            break
+        level = best_level(one, each, known, levels, period)
         unfinished += level.stopped != "proven"
         if level.best is not None:
             best, period = one, level.best.plan.period_seconds
     if best is None:
-        search(sound[0], each)  # raises the reason
-        raise AssertionError("a split has a plan that was not found before")
+        search(sound[0], limits)  # raises the reason, unless more time than each split had is enough
+        best = sound[0]
     devices = ", ".join(f"{best.pins[name].devices} for {name}" for name in missing)
     cut = f" ({unfinished} of them not searched to the end)" if unfinished else ""
     return Placed(best, f"devices of {request.engine.name}: {devices}, the fastest of {len(sound)} splits{cut}")
@@ -83,7 +88,8 @@ def _splits(request: PlanRequest, missing: Sequence[str]) -> list[dict[str, Devi
         taken = sum(mesh.n_devices for mesh in {**server_meshes(request), **meshes}.values())
         if meshes and taken <= total - shared:
             splits.append(meshes)
-    return sorted(splits, key=lambda meshes: abs(2 * sum(mesh.n_devices for mesh in meshes.values()) - total))
+    splits.sort(key=lambda meshes: abs(2 * sum(mesh.n_devices for mesh in meshes.values()) - total))
+    return splits[:MOST_SPLITS]
 
 
 def _places(request: PlanRequest, sizes: Mapping[str, int]) -> dict[str, DeviceMesh]:
