@@ -37,8 +37,8 @@ Spot = tuple[str, int, int, int]  # reader, group of nodes, devices, number of a
 
 
 class Known(Struct, frozen=True, eq=False):
-    """The common part of all problems of one request, whatever the period, the staleness and the places that are pinned:
-    priced once, filled as they are made."""
+    """The common part of all problems of one request, whatever the period, the staleness and the pinned places: priced
+    once, filled as they are made."""
 
     # of calls that do not stream; apart those with room for new weights beside those in use
     options: dict[tuple[Key, bool], list[PricedOption]] = {}
