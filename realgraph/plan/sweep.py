@@ -44,10 +44,8 @@ def swept(session: Session, request: PlanRequest, sizes: Sequence[int], target: 
         if session.stop() and plans:
             break
         session.progress.show(f"planning for {size:,} devices (Ctrl-C ends after it)")
-        resized, limits = (
-            replace(request, cluster=resize(request.cluster, size)),
-            session.quick(SIZE_SECONDS, session.limits.gap),
-        )
+        resized = replace(request, cluster=resize(request.cluster, size))
+        limits = session.quick(SIZE_SECONDS, session.limits.gap)
         try:
             resized = with_servers(resized, limits).request
             plan = search(resized, limits)

@@ -280,7 +280,7 @@ def _server_problems(checked: Checked) -> Iterator[Problem]:
         pin, n = checked.run.allocation.get(name, Pin()), len(rollout.urls_of(name))
         if n and pin.devices is None:
             text = f"servers are given for {name!r}, and nothing says which devices they have"
-            hint = f"pin them, such as allocation: {{{name}: {{first: 4, devices: {n}}}}}"
+            hint = f"pin them, such as allocation: {{{name}: {{first: {n}, devices: {n}}}}}"
             yield Problem(checked.where(f"$.allocation.{name}"), text, hint, "sglang")
         replicas = pin.dp or (pin.devices // pin.tp if pin.devices and pin.tp else n)
         if n and pin.devices is not None and (pin.devices % n or replicas != n):
