@@ -1,6 +1,5 @@
 """Places of SGLang servers in plans: devices that the planner chooses, and those of several generate calls."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from realgraph.run_file.compose import check_run
 from tests import tiny
 from tests.run_texts import RUN, place, problems_of
 from tests.sglang_server import standin
-from tests.test_sglang_plans import GPUS, ON_SERVERS, URL, prepared
+from tests.test_sglang_plans import GPUS, ON_SERVERS, URL, prepared, write_llama_70b
 
 __all__ = ["place"]
 
@@ -73,10 +72,7 @@ def test_whole_nodes_and_the_devices_of_other_servers_are_left_alone(place: Path
 
 
 def test_where_no_split_fits_the_reason_is_said(place: Path) -> None:
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8192, "vocab_size": 128256}
-    config |= {"num_hidden_layers": 80, "intermediate_size": 28672, "num_attention_heads": 64}
-    config |= {"num_key_value_heads": 8, "max_position_embeddings": 8192, "torch_dtype": "bfloat16"}
-    (place / "model" / "config.json").write_text(json.dumps(config))
+    write_llama_70b(place)
     checked = check_run(place / "run.yaml", (ON_SERVERS[0], GPUS), weights=False)
     problems = problems_of(lambda: plan_for(checked, request_for(checked)))
     assert any("memory" in problem.text or "GB" in problem.text for problem in problems), problems

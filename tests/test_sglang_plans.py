@@ -170,12 +170,16 @@ def test_a_server_has_the_tensor_parallel_ranks_of_the_plan(
     assert not validate(run.job.plan, run.request)
 
 
-def test_the_planner_cuts_what_does_not_fit_one_device_of_a_server(place: Path) -> None:
-    """Llama-3-70B in bf16 on GPUs of 80 GB."""
+def write_llama_70b(place: Path) -> None:
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8192, "vocab_size": 128256}
     config |= {"num_hidden_layers": 80, "intermediate_size": 28672, "num_attention_heads": 64}
     config |= {"num_key_value_heads": 8, "max_position_embeddings": 8192, "torch_dtype": "bfloat16"}
     (place / "model" / "config.json").write_text(json.dumps(config))
+
+
+def test_the_planner_cuts_what_does_not_fit_one_device_of_a_server(place: Path) -> None:
+    """Llama-3-70B in bf16 on GPUs of 80 GB."""
+    write_llama_70b(place)
     gpus = ("cluster={kind: H100-SXM, devices: 8, nodes: 8}", "allocation={rollout: {first: 32, devices: 32}}")
     checked = check_run(place / "run.yaml", (ON_SERVERS[0], *gpus), weights=False)
     layout = plan_for(checked, request_for(checked)).allocations["rollout"].layout

@@ -18,9 +18,8 @@ from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.problem import Limits
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
-from realgraph.planner.search.levels import best_level, levels_up_to
+from realgraph.planner.search.levels import best_level, levels_of
 from realgraph.planner.search.search import search
-from realgraph.planner.search.streams import streams
 
 SECONDS, GAP = 5.0, 0.01  # of the search for one split
 MOST_SPLITS = 64  # that are tried, where several calls have servers
@@ -51,13 +50,12 @@ def with_servers(request: PlanRequest, limits: Limits = Limits()) -> Placed:
     if len(sound) == 1:
         return Placed(sound[0])
     each = replace(limits, seconds=min(SECONDS, limits.seconds / len(sound)), gap=max(GAP, limits.gap))
-    levels = levels_up_to(request.workload.staleness) if streams(request) else (request.workload.staleness,)
     best, period, unfinished, began, known = None, math.inf, 0, time.monotonic(), Known()
     for number, one in enumerate(sound):
         if best is not None and (limits.stop() or time.monotonic() - began > limits.seconds):
             unfinished += len(sound) - number
             break
-        level = best_level(one, each, known, levels, period)
+        level = best_level(one, each, known, levels_of(one), period)
         unfinished += level.stopped != "proven"
         if level.best is not None:
             best, period = one, level.best.plan.period_seconds

@@ -52,6 +52,12 @@ def levels_up_to(staleness: int) -> tuple[int, ...]:
     return tuple(reversed(levels))
 
 
+def levels_of(request: PlanRequest) -> tuple[int, ...]:
+    """The levels that are searched for a request: all up to its own where generation streams, else that alone."""
+    staleness = request.workload.staleness
+    return levels_up_to(staleness) if streams(request) else (staleness,)
+
+
 def best_level(
     request: PlanRequest, limits: Limits, known: Known, levels: Sequence[int], below: float = float("inf")
 ) -> Level:

@@ -24,8 +24,7 @@ from realgraph.planner.plan.problem import Limits
 from realgraph.planner.plan.stages import stages_of
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
-from realgraph.planner.search.levels import best_level, levels_up_to
-from realgraph.planner.search.streams import streams
+from realgraph.planner.search.levels import best_level, levels_of
 
 LIMITS = Limits(seconds=5.0)  # of each search
 MOST_LOSS = 0.02  # of the exact plan's period, all that is made simpler together
@@ -120,9 +119,7 @@ def _searched(asked: PlanRequest, limits: Limits, most: float) -> Plan | None:
     """The best plan of a request, None where none is found that takes less than `most` seconds."""
     if limits.stop() or constraint_problems(asked):
         return None
-    staleness = asked.workload.staleness
-    levels = levels_up_to(staleness) if streams(asked) else (staleness,)
-    found = best_level(asked, limits, Known(), levels, most).best
+    found = best_level(asked, limits, Known(), levels_of(asked), most).best
     return found.plan if found is not None else None
 
 

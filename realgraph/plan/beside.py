@@ -16,8 +16,7 @@ from realgraph.planner.report.format import change_text, gap_text, seconds_text
 from realgraph.planner.request.constraints import Constraints
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.baselines import baselines_of
-from realgraph.planner.search.levels import best_level, levels_up_to
-from realgraph.planner.search.streams import streams
+from realgraph.planner.search.levels import best_level, levels_of
 from realgraph.planner.solve.heuristics import one_mesh
 
 RULE_SECONDS, RULE_GAP = 2.0, 0.002  # of the search for the best layouts under a rule
@@ -97,8 +96,7 @@ def _searched(name: str, note: str, session: Session, request: PlanRequest) -> C
     lost = [task.name for task in prepared.problem.tasks if not task.tables]
     if lost:
         return Comparison(name, None, f"{lost[0]} has no layout that fits the devices")
-    limits, staleness = session.quick(OTHER_SECONDS), request.workload.staleness
-    level = best_level(request, limits, Known(), levels_up_to(staleness) if streams(request) else (staleness,))
+    level = best_level(request, session.quick(OTHER_SECONDS), Known(), levels_of(request))
     if level.best is not None:
         return Comparison(name, level.best.plan.period_seconds, note)
     if level.stopped == "proven":
