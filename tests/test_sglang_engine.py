@@ -301,3 +301,18 @@ def test_a_server_is_started_with_the_ranks_of_the_plan(folder: Path, tmp_path: 
     server = engine._call(engine._serving.client.server_info())
     assert (server.tp_size, server.ep_size, server.dp_size, server.pp_size) == (4, 2, 1, 1)
     assert engine.close(SECONDS)
+
+
+def test_the_arguments_of_a_call_come_before_those_of_all_servers(folder: Path, tmp_path: Path, python: Path) -> None:
+    """However they are spelled."""
+    own = {"rollout": {"max-running-requests": 5}, "judge": {"max_running_requests": 3}}
+    spec = RolloutSpec(
+        engine="sglang",
+        python=str(python),
+        server_args={"max_running_requests": 7, "--context-length": 96},
+        call_args=own,
+    )
+    engine = opened(folder, spec, tmp_path / "run")
+    server = engine._call(engine._serving.client.server_info())
+    assert (server.max_running_requests, server.context_length) == (5, 96)
+    assert engine.close(SECONDS)

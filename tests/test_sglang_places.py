@@ -175,6 +175,12 @@ def urls(given: str) -> tuple[str, ...]:
             "'greedy'",
         ),
         (
+            (*ON_SERVERS, "rollout.call_args={gredy: {quantization: fp8}}"),
+            "$.rollout.call_args.gredy",
+            "'gredy' is no generate call",
+            "'greedy'",
+        ),
+        (
             urls(f"{{rollout: ['{URL}'], greedy: ['{URL}']}}"),
             "$.rollout.urls.greedy[0]",
             "is named twice",

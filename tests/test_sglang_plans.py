@@ -46,6 +46,17 @@ PINNED = (*ON_SERVERS, "allocation={rollout: {first: 2, devices: 2}}")
         (f"{{engine: sglang, urls: ['{URL}'], server_args: {{a: 1}}}}", "$.rollout.server_args", "of servers that are"),
         ("{engine: sglang, python: /bin/sh, server_args: {port: 3}}", "$.rollout.server_args.port", "set by realgraph"),
         ("{engine: sglang, python: /bin/sh, server_args: {tp-size: 2}}", "$.rollout.server_args.tp-size", "the plan"),
+        ("{call_args: {rollout: {log_level: info}}}", "$.rollout.call_args", "rollout.engine is embedded"),
+        (
+            "{engine: sglang, python: /bin/sh, call_args: {rollout: {--dp: 3}}}",
+            "$.rollout.call_args.rollout.--dp",
+            "the plan",
+        ),
+        (
+            "{engine: sglang, python: /bin/sh, call_args: {rollout: {kv-cache-dtype: fp8_e5m2}}}",
+            "$.rollout.call_args.rollout.kv-cache-dtype",
+            "one kv_cache_dtype of all servers",
+        ),
         (
             "{engine: sglang, python: /bin/sh, server_args: {skip_tokenizer_init: true}}",
             "$.rollout.server_args.skip_tokenizer_init",

@@ -73,7 +73,9 @@ def toy_run(checked: Checked, scale: ToyScale, home: Path) -> ToyRun:
         constraints=Constraints(),
         steps=STEPS,
         eval=None,
-        rollout=replace(run.rollout, engine="embedded", python=None, urls=(), server_args={}, weights="auto"),
+        rollout=replace(
+            run.rollout, engine="embedded", python=None, urls=(), server_args={}, call_args={}, weights="auto"
+        ),
         checkpoint=CheckpointSpec(every=STEPS),
         outputs=OutputSpec(),
         runtime=replace(run.runtime, threads=THREADS),

@@ -2,7 +2,7 @@
 but that of an allocation whose machines the run file leaves open."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -34,7 +34,7 @@ from realgraph.runtime.clusters.machines import Machine, machines_of
 from realgraph.runtime.clusters.ray_cluster import RayCluster
 from realgraph.runtime.clusters.slurm import the_allocation
 from realgraph.runtime.job.launch import HostsLaunch, LaunchSpec, LocalLaunch, RayLaunch, SlurmLaunch
-from realgraph.runtime.job.rollout import RolloutSpec
+from realgraph.runtime.job.rollout import RolloutSpec, argument_name
 from realgraph.runtime.processes.environment import variables
 from realgraph.screen.first_search import prepare_search
 
@@ -291,18 +291,22 @@ def _server_problems(checked: Checked) -> Iterator[Problem]:
 
 
 def _misplaced_servers(checked: Checked, generates: Sequence[str]) -> Iterator[Problem]:
-    """Servers that are given for no call of the graph, and generate calls that none is given for."""
+    """Servers and their arguments that are given for no call of the graph, and generate calls that none is given
+    for."""
     urls, where = checked.run.rollout.urls, checked.where("$.rollout.urls")
+    by_call: tuple[tuple[str, Iterable[str]], ...] = (
+        ("urls", urls if isinstance(urls, dict) else ()),
+        ("call_args", checked.run.rollout.call_args),
+    )
+    for place, name in ((place, name) for place, given in by_call for name in given if name not in generates):
+        hint = suggest(name, generates)
+        yield Problem(checked.where(f"$.rollout.{place}.{name}"), f"{name!r} is no generate call", hint, "sglang")
     if not isinstance(urls, dict):
         if urls and len(generates) > 1:
             text = f"the graph generates in {', '.join(generates)}, and nothing says which servers are whose"
             hint = f"name the call of each: {{{', '.join(f'{name}: [URL]' for name in generates)}}}"
             yield Problem(where, text, hint, "sglang")
         return
-    for name in urls:
-        if name not in generates:
-            hint = suggest(name, generates)
-            yield Problem(checked.where(f"$.rollout.urls.{name}"), f"{name!r} is no generate call", hint, "sglang")
     for name in generates:
         if urls and not urls.get(name):
             yield Problem(where, f"no server is given for {name!r}", f"add {name}: [URL]", "sglang")
@@ -313,8 +317,8 @@ def engine_of(rollout: RolloutSpec, cluster: Cluster) -> EngineSupport:
     support = run_support(rollout.engine)
     if rollout.engine != SGLANG_KIND:
         return support
-    given = {name.lstrip("-").replace("-", "_"): value for name, value in rollout.server_args.items()}
-    nbytes = CACHE_BYTES.get(str(given.get("kv_cache_dtype", "auto")))
+    arguments = {argument_name(name): value for name, value in rollout.server_args.items()}
+    nbytes = CACHE_BYTES.get(str(arguments.get("kv_cache_dtype", "auto")))
     return msgspec.structs.replace(support, generate_transports=_ways(rollout, cluster), cache_bytes=nbytes)
 
 

@@ -5,9 +5,10 @@ import shutil
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from realgraph.runtime.job.rollout import RESERVED, RolloutSpec
+from realgraph.runtime.job.rollout import RESERVED, RolloutSpec, argument_name
 
 OF_THE_PLAN = ("tp_size", "tp", "dp_size", "dp", "pp_size", "pp", "ep_size", "ep")  # server arguments
+OF_ALL = ("kv_cache_dtype",)  # server arguments that the plan counts with
 # SGLang 0.5.23 gives no text then, except where a request is aborted that waits: the KeyError of the missing texts
 # breaks its stream off as a server's death does. A stop string, which needs the tokenizer, ends the whole server.
 UNUSABLE = {
@@ -20,8 +21,8 @@ Mistake = tuple[str, str, str]  # path, text, hint
 def rollout_mistakes(spec: RolloutSpec) -> Iterator[Mistake]:
     """All of them."""
     if spec.engine == "embedded":
-        for name, given in (("python", spec.python), ("urls", spec.urls), ("server_args", spec.server_args)):
-            if given:
+        for name in ("python", "urls", "server_args", "call_args"):
+            if getattr(spec, name):
                 hint = "set rollout.engine to sglang, or leave it out"
                 yield f"$.rollout.{name}", f"{name} is of SGLang servers, and rollout.engine is embedded", hint
         if spec.weights != "auto":
@@ -59,17 +60,21 @@ def _urls(spec: RolloutSpec) -> Iterator[Mistake]:
         if url in seen:
             yield path, f"{url} is named twice", "one server generates for one replica of one call"
         seen.add(url)
-    if spec.urls and spec.server_args:
-        text = "server_args are of servers that are started, and urls names servers that run already"
-        yield "$.rollout.server_args", text, "give them to those servers"
+    for name in ("server_args", "call_args"):
+        if spec.urls and getattr(spec, name):
+            text = f"{name} are of servers that are started, and urls names servers that run already"
+            yield f"$.rollout.{name}", text, "give them to those servers"
 
 
 def _arguments(spec: RolloutSpec) -> Iterator[Mistake]:
-    for name in spec.server_args:
-        bare = name.lstrip("-").replace("-", "_")
+    given = [("server_args", spec.server_args), *((f"call_args.{call}", own) for call, own in spec.call_args.items())]
+    for place, name, value in ((place, *one) for place, arguments in given for one in arguments.items()):
+        bare, path = argument_name(name), f"$.rollout.{place}.{name}"
         if bare in RESERVED:
-            yield f"$.rollout.server_args.{name}", f"{name} is set by realgraph", "leave it out"
+            yield path, f"{name} is set by realgraph", "leave it out"
         elif bare in OF_THE_PLAN:
-            yield f"$.rollout.server_args.{name}", f"{name} is what the plan chooses", "pin it in `allocation`"
-        elif bare in UNUSABLE and spec.server_args[name]:
-            yield f"$.rollout.server_args.{name}", UNUSABLE[bare], "leave it out"
+            yield path, f"{name} is what the plan chooses", "pin it in `allocation`"
+        elif bare in UNUSABLE and value:
+            yield path, UNUSABLE[bare], "leave it out"
+        elif bare in OF_ALL and place != "server_args":
+            yield path, f"a plan knows one {bare} of all servers", "give it in `server_args`"

@@ -31,7 +31,8 @@ class RolloutSpec(Struct, frozen=True, forbid_unknown_fields=True):
     python: str | None = None  # interpreter of the environment that has SGLang; servers are started with it
     urls: Urls = ()  # of servers on this host that run already, one a replica; where several calls generate, by call
     weights: WeightsRoute = "auto"  # way of new weights to servers that are started; auto: the plan chooses
-    server_args: dict[str, Any] = field(default_factory=dict)  # of servers that are started: `tp_size: 2`
+    server_args: dict[str, Any] = field(default_factory=dict)  # of servers that are started: `log_level: info`
+    call_args: dict[str, dict[str, Any]] = field(default_factory=dict)  # the same of one generate call's, by its name
 
     def urls_of(self, call: str) -> tuple[str, ...]:
         """The servers that are given for a generate call, one for each of its replicas."""
@@ -40,3 +41,14 @@ class RolloutSpec(Struct, frozen=True, forbid_unknown_fields=True):
     def url_path(self, call: str, replica: int) -> str:
         """The place of a server's address in the run file."""
         return f"$.rollout.urls.{call}[{replica}]" if isinstance(self.urls, dict) else f"$.rollout.urls[{replica}]"
+
+    def arguments_of(self, call: str) -> dict[str, Any]:
+        """The arguments of the servers of a generate call, by their names in Python: its own come before those of
+        all."""
+        both = (self.server_args, self.call_args.get(call, {}))
+        return {argument_name(name): value for given in both for name, value in given.items()}
+
+
+def argument_name(name: str) -> str:
+    """A server's argument as Python spells it: `--tp-size` and `tp-size` are `tp_size`."""
+    return name.lstrip("-").replace("-", "_")

@@ -13,8 +13,8 @@ __all__ = ["home"]
 def test_greedy_samples_of_real_servers_are_those_of_embedded_engines(home: Path, tmp_path: Path) -> None:
     """Two models, of which the second reads what the first has written."""
     write_two_models(home)
-    arguments = {**OF_RUNS, "context_length": 64}
-    served = {"engine": "sglang", "python": str(interpreter(tmp_path)), "server_args": arguments}
+    served: dict[str, Any] = {"engine": "sglang", "python": str(interpreter(tmp_path)), "server_args": OF_RUNS}
+    served["call_args"] = {"rollout": {"context_length": 64}, "judge": {"context-length": 64}}
     engines: dict[str, dict[str, Any]] = {"embedded": {}, "served": {"rollout": served}}
     found = {}
     for name, rollout in engines.items():

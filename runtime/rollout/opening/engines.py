@@ -110,7 +110,7 @@ def _server_spec(order: EngineOrder, model: str, most: int) -> ServerSpec:
         model=model,
         version=0,
         log=str(order.folder / f"sglang-{order.call}-{order.replica}.log"),
-        arguments={**arguments, **order.rollout.server_args},
+        arguments={**arguments, **order.rollout.arguments_of(order.call)},
         start_seconds=order.start_seconds,
         environment=environment,
     )
