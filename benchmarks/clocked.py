@@ -52,7 +52,8 @@ class ClockedPlan(Struct, frozen=True):
         cluster = group_for(request, candidate.layout)
         stream = candidate_stream(request, "rollout", candidate, cluster)
         inputs = input_seconds(request, "rollout", candidate.layout, cluster)
-        return Prices(stream, int(stream.slots), inputs, keeps_caches(request, plan, "rollout"))
+        slots = plan.allocations["rollout"].most_running
+        return Prices(stream, slots, inputs, keeps_caches(request, plan, "rollout"))
 
     def clock(self, *, limited: bool = True) -> PlanClock:
         """A run of it that has not begun. limited: in the work in flight, besides the rule of admission."""

@@ -58,6 +58,13 @@ RUNS: dict[str, dict[str, Any]] = {
             "train": {"first": 2, "devices": 2, "dp": 2, "recompute": "none", "residency": "offloaded"},
         },
     },
+    "roomy": {
+        "graph": "grpo",
+        "params": {"group_size": 2},
+        "batch": {"groups": 4, "expected_new_tokens": 2, "max_new_tokens": 100},
+        "staleness": 1,
+        "allocation": {"rollout": {"first": 0, "devices": 1}, "train": {"first": 1, "devices": 1}},
+    },
 }
 
 

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from realgraph.graphs.graph import Graph
+from realgraph.planner.costs.memory.memory import decode_logits
 from realgraph.planner.costs.memory.terms import CACHE_PAGE_TOKENS, usable_bytes
 from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.inputs.workload import Workload
+from realgraph.planner.options.calls import tokens_in_flight
 from realgraph.planner.options.holdings import active_of, peak_of
 from realgraph.planner.options.tables import Known, problem_of
 from realgraph.planner.plan.plan import Plan
@@ -209,21 +211,28 @@ def test_calls_that_a_stream_pauses_for_count_the_caches_that_it_keeps(cache_tok
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "staleness"), [("Qwen/Qwen3-1.7B", 0), ("Qwen/Qwen3-1.7B", 2), ("Qwen/Qwen3-8B", 2)])
-def test_half_of_the_memory_that_is_left_is_spare_cache(model: str, staleness: int) -> None:
-    """As far as the sequences that run at once can fill it, and none where the size of the cache is pinned."""
+def test_half_of_the_memory_that_is_left_is_spare_room_for_generation(model: str, staleness: int) -> None:
+    """As far as the sequences that may run at once can fill it, which of a stream are all that can be in flight, the
+    engine runs and the cache holds; none where the size of the cache is pinned."""
     asked = at_staleness(request(grpo(), model, cluster(devices=4), workload=LONG), staleness)
     plan = search(asked, LIMITS)
     rollout, room = plan.allocations["rollout"], usable_bytes(asked.cluster)
-    spare, most = rollout.spare_cache_tokens, rollout.running * (LONG.prompt_tokens + LONG.max_new_tokens)
+    in_flight = (1 + staleness) * LONG.n_samples // rollout.layout.dp
+    spare, most = rollout.spare_cache_tokens, in_flight * (LONG.prompt_tokens + LONG.max_new_tokens)
     assert spare % CACHE_PAGE_TOKENS == 0
     assert 0 < spare <= max(0, most - rollout.tokens) + CACHE_PAGE_TOKENS
-    lean = replace(plan, allocations={**plan.allocations, "rollout": replace(rollout, spare_cache_tokens=0)})
+    filled = (rollout.tokens + spare) / tokens_in_flight(asked)
+    assert (rollout.spare_running > 0) == (staleness > 0)
+    assert rollout.most_running <= max(rollout.running, min(in_flight, asked.engine.max_running, filled))
+    lean_rollout = replace(rollout, spare_cache_tokens=0, spare_running=0)
+    lean = replace(plan, allocations={**plan.allocations, "rollout": lean_rollout})
     assert gives_up_caches(asked, plan) == gives_up_caches(asked, lean)
     before = reprice(asked, lean).allocations
-    nbytes = rollout.peak_bytes - before["rollout"].peak_bytes
-    beside = kept_caches(asked, plan)
+    more_of = {"rollout": rollout.peak_bytes - before["rollout"].peak_bytes}  # of what pauses it, its cache alone
+    logits = decode_logits(asked.model("rollout"), asked.role("rollout"), rollout.layout, rollout.spare_running)
+    more_of |= dict.fromkeys(kept_caches(asked, plan), more_of["rollout"] - logits)
     for name, allocation in plan.allocations.items():
-        more = nbytes if name in (*beside, "rollout") else 0
+        more = more_of.get(name, 0)
         assert allocation.bound_bytes == before[name].bound_bytes + more
         assert more <= (room - before[name].bound_bytes) / 2
         assert allocation.seconds == before[name].seconds

@@ -211,6 +211,20 @@ def test_an_edited_plan_runs_calls_on_disjoint_devices_at_once(home: Path) -> No
 
 
 @pytest.mark.slow
+def test_a_stream_runs_more_at_once_than_its_plan_expects_where_the_plan_has_room_for_them(home: Path) -> None:
+    """Groups of four samples: of a plan for fewer at once, whose spare sequences are what lets a group run together."""
+    file = write_run(home, "roomy", RUNS["late_apart"], {"steps": STEPS, "eval": None})
+    finish(home, "plan", str(file), "--out", "roomy.json")
+    plan = json.loads((home / "roomy.json").read_text())
+    plan["allocations"]["rollout"] |= {"kv_cache_tokens": 64, "spare_cache_tokens": 1024, "spare_running": 30}
+    (home / "roomy.json").write_text(json.dumps(plan))
+    finish(home, "run", str(file), "--plan", "roomy.json", name="roomy")
+    planned = json.loads((home / "roomy" / "plan.json").read_text())["allocations"]["rollout"]
+    assert (planned["spare_cache_tokens"], planned["spare_running"]) == (1024, 30)
+    assert planned["running"] < max(record["metrics"]["rollout/running"] for record in records(home / "roomy"))
+
+
+@pytest.mark.slow
 def test_a_plan_that_would_deadlock_is_refused_with_its_circuit(home: Path) -> None:
     file = write_run(home, "circuit", RUNS["grpo"], {"steps": 1})
     finish(home, "plan", str(file), "--out", "circuit.json")

@@ -89,10 +89,12 @@ def _running(request: PlanRequest, call: str, candidate: CallOption) -> Footprin
     return rows if layout.sharding == "replicated" else rows + memory.gathered(model, role, layout, passes)
 
 
-def spare_cache(request: PlanRequest, call: str, layout: Layout, tokens: int) -> Footprint:
-    """So many tokens, of whole pages, on each device of a generate call besides those of its option."""
+def spare_room(request: PlanRequest, call: str, layout: Layout, tokens: int, sequences: int) -> Footprint:
+    """A cache of so many tokens, of whole pages, and so many sequences that decode at once, on each device of a
+    generate call besides those of its option."""
     model, role = request.model(call), request.role(call)
-    return Footprint(kv_cache=tokens * memory.cache_bytes_per_token(model, role, layout, request.engine.cache_bytes))
+    cache = tokens * memory.cache_bytes_per_token(model, role, layout, request.engine.cache_bytes)
+    return Footprint(kv_cache=cache, logits=memory.decode_logits(model, role, layout, sequences))
 
 
 def running_of(request: PlanRequest, candidate: CallOption) -> Running:

@@ -11,7 +11,7 @@ from realgraph.planner.costs.memory.memory import Footprint
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.options.calls import is_trained, stays_beside
 from realgraph.planner.options.couplings import train_calls
-from realgraph.planner.options.footprints import Holding, holding, spare_cache, states_of
+from realgraph.planner.options.footprints import Holding, holding, spare_room, states_of
 from realgraph.planner.options.meshes import group_of
 from realgraph.planner.plan.layout import DeviceMesh, Layout, Stages
 from realgraph.planner.plan.option import CallOption, Residency
@@ -138,9 +138,10 @@ def _larger(held: ResidentCopy, own: Holding) -> Footprint:
 def active_of(request: PlanRequest, allocations: Allocations, call: str) -> Footprint:
     """Bytes that a running call adds on each device of its mesh."""
     allocation, active = allocations[call], _held_by(request, allocations, call).active
-    if not allocation.spare_cache_tokens:
+    if not (allocation.spare_cache_tokens or allocation.spare_running):
         return active
-    return active + spare_cache(request, call, allocation.layout, allocation.spare_cache_tokens)
+    tokens, sequences = allocation.spare_cache_tokens, allocation.spare_running
+    return active + spare_room(request, call, allocation.layout, tokens, sequences)
 
 
 def margin_of(request: PlanRequest, allocations: Allocations, call: str) -> int:

@@ -40,6 +40,9 @@ class Allocation(CallOption, frozen=True):
     # of a generate call, of each device's cache beyond `kv_cache_tokens`: for samples that get longer than expected, in
     # memory that nothing else of the plan takes
     spare_cache_tokens: Count = 0
+    # of a stream of generation: sequences beyond `running` that a rank may decode at once, where samples get longer or
+    # other calls take longer than expected
+    spare_running: Count = 0
     ahead: Count = 0  # of a stream of generation: batches that it has begun before the one that a session completes
     host_bytes: Count = 0  # per device, of what is offloaded
     error: Annotated[float, Meta(ge=0)] = 0.0  # standard deviation of ln(measured / predicted) of `seconds`
@@ -51,6 +54,11 @@ class Allocation(CallOption, frozen=True):
     def most_cache_tokens(self) -> int | None:
         """Tokens that a device may have in its cache, of a generate call."""
         return None if self.kv_cache_tokens is None else self.kv_cache_tokens + self.spare_cache_tokens
+
+    @property
+    def most_running(self) -> int:
+        """Sequences that a data-parallel rank may decode at once, of a generate call."""
+        return self.running + self.spare_running
 
 
 def reallocation_node(call: str) -> str:

@@ -96,7 +96,8 @@ def _allocation(name: str, old: Allocation, new: Allocation) -> Iterator[PlanCha
 def _batches(allocation: Allocation) -> str:
     spare = f" + {allocation.spare_cache_tokens:,}" if allocation.spare_cache_tokens else ""
     tokens = f"{allocation.tokens:,}{spare} tokens"
-    running = f", {allocation.running:,} sequences at once" if allocation.running else ""
+    more = f" + {allocation.spare_running:,}" if allocation.spare_running else ""
+    running = f", {allocation.running:,}{more} sequences at once" if allocation.running else ""
     return f"{allocation.microbatches:,} x {tokens}{running}" if allocation.microbatches else f"{tokens}{running}"
 
 

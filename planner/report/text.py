@@ -111,12 +111,15 @@ def table_legend(report: Report) -> Iterator[str]:
 
 
 def memory_text(allocation: Allocation, quantile: float) -> str:
-    """`74.0 GB expected at its peak, most of it activations; 78.1 GB at the quantile 0.95 (memory.quantile)`."""
+    """`74.0 GB expected at its peak, most of it activations; 78.1 GB at the quantile 0.95 (memory.quantile)`, and what
+    is spare."""
     mean = f"{bytes_text(allocation.peak_bytes)} expected at its peak, most of it {words(allocation.worst_term)}"
     bound = f"{bytes_text(allocation.bound_bytes)} at the quantile {quantile:g} (memory.quantile), which must fit"
     spare = allocation.spare_cache_tokens
     longer = f"; of its cache, {counted(spare, 'token')} are spare, for samples longer than expected" if spare else ""
-    return f"{mean}; {bound}{longer}"
+    most = f"{allocation.most_running:,} sequences may run at once, {allocation.running:,} are expected to"
+    more = f"; up to {most}" if allocation.spare_running else ""
+    return f"{mean}; {bound}{longer}{more}"
 
 
 def bar_text(bar: MemoryBar) -> str:

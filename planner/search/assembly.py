@@ -7,10 +7,19 @@ from msgspec.structs import replace
 
 from realgraph.planner.costs.memory.memory import Footprint
 from realgraph.planner.costs.memory.terms import CACHE_PAGE_TOKENS
-from realgraph.planner.options.calls import free_seconds, input_seconds, microbatches_of, sample_tokens
+from realgraph.planner.options.calls import (
+    free_seconds,
+    input_seconds,
+    microbatches_of,
+    most_running,
+    sample_tokens,
+    sequences_in_flight,
+    streams,
+    tokens_in_flight,
+)
 from realgraph.planner.options.choices import CONTEXT_TOKENS
 from realgraph.planner.options.couplings import moves_of
-from realgraph.planner.options.footprints import spare_cache
+from realgraph.planner.options.footprints import spare_room
 from realgraph.planner.options.holdings import (
     allocation_of,
     candidate_of,
@@ -68,7 +77,7 @@ def plan_of(prepared: PreparedProblem, solution: Solution) -> Plan:
     )
     plan = with_prefetches(request, plan)
     plan = replace(plan, allocations=_all_completed(request, plan.allocations))
-    plan = _with_spare_caches(request, _beside_streams(request, steady_state(request, plan)))
+    plan = _with_spare_room(request, _beside_streams(request, steady_state(request, plan)))
     bounds = period(events_of(request, plan)).circuit  # the search's own circuit leaves out the free calls
     bound = min(plan.lower_bound_seconds, plan.period_seconds)  # a stream that gives way at any time may do better
     plan = replace(plan, lower_bound_seconds=bound, bottleneck=bounds, latency_seconds=step_latency(plan))
@@ -153,14 +162,15 @@ def _beside_streams(request: PlanRequest, plan: Plan) -> Plan:
     return replace(plan, allocations={**plan.allocations, **beside})
 
 
-def _with_spare_caches(request: PlanRequest, plan: Plan) -> Plan:
-    """The plan with a part of the memory that is left for the cache of its generate call, as far as all sequences that
-    run at once could get as long as they may.
+def _with_spare_room(request: PlanRequest, plan: Plan) -> Plan:
+    """The plan with a part of the memory that is left for its generate call: of a stream, for as many more sequences at
+    once as the staleness bound lets be in flight, and for the cache of all of them, as far as they could get as long as
+    they may.
 
-    A cache that is pinned stays as it is, and so do those of several generate calls, which lie beside each other.
+    A cache that is pinned stays as it is. Several generate calls get no room, as their caches lie beside each other.
     """
     names = [name for name in request.graph.generates if name in plan.allocations]
-    if len(names) != 1 or request.pins.get(names[0], Pin()).kv_cache_tokens:
+    if len(names) != 1:
         return plan
     (call,) = names
     allocation = plan.allocations[call]
@@ -169,15 +179,29 @@ def _with_spare_caches(request: PlanRequest, plan: Plan) -> Plan:
     room: float = min(usable - plan.allocations[name].bound_bytes for name in (call, *kept))
     if kept:
         room = min(room, room_beside(request, plan, call))
-    page = spare_cache(request, call, allocation.layout, CACHE_PAGE_TOKENS).kv_cache
-    wanted = allocation.running * sample_tokens(request) - allocation.tokens
-    pages = min(math.ceil(wanted / CACHE_PAGE_TOKENS), int(SPARE_FRACTION * room) // page)
-    if pages <= 0:
+    grown = _grown(request, call, allocation, max(0, int(SPARE_FRACTION * room)))
+    if grown == allocation:
         return plan
-    grown = replace(allocation, spare_cache_tokens=pages * CACHE_PAGE_TOKENS)
     allocations = {**plan.allocations, call: grown}
     allocations[call] = _completed(request, allocations, call)
     return _beside_streams(request, replace(plan, allocations=allocations))
+
+
+def _grown(request: PlanRequest, call: str, allocation: Allocation, left: int) -> Allocation:
+    """The allocation of a generate call with what is spare, in so many bytes of each device."""
+    layout, running, sequences = allocation.layout, allocation.running, 0
+    if streams(request, call):
+        most = min(sequences_in_flight(request, layout.dp), most_running(request))
+        sequences = max(0, min(most - running, left // spare_room(request, call, layout, 0, 1).total))
+        left -= spare_room(request, call, layout, 0, sequences).total
+    pages = 0
+    if not request.pins.get(call, Pin()).kv_cache_tokens:
+        wanted = (running + sequences) * sample_tokens(request) - allocation.tokens
+        page = spare_room(request, call, layout, CACHE_PAGE_TOKENS, 0).total
+        pages = max(0, min(math.ceil(wanted / CACHE_PAGE_TOKENS), left // page))
+    tokens = pages * CACHE_PAGE_TOKENS
+    filled = int((allocation.tokens + tokens) / tokens_in_flight(request))
+    return replace(allocation, spare_cache_tokens=tokens, spare_running=max(0, min(sequences, filled - running)))
 
 
 def _all_completed(request: PlanRequest, allocations: Mapping[str, Allocation]) -> dict[str, Allocation]:
@@ -221,6 +245,7 @@ def repriced(request: PlanRequest, plan: Plan) -> Plan:
             residency=allocation_of(candidate).residency,
             ahead=old.ahead,
             spare_cache_tokens=old.spare_cache_tokens,
+            spare_running=old.spare_running,
             prefetch_during=old.prefetch_during,
         )
     allocations = _all_completed(request, partial if keeps else prefetch_priced(request, partial))

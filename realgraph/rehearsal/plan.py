@@ -47,4 +47,5 @@ def _allocation(allocation: Allocation, scale: ToyScale, typical: float, longest
         kv_cache_tokens=None if cache is None else max(longest, scale.cache(cache, typical)),
         running=scale.sequences(allocation.running),
         spare_cache_tokens=scale.cache(spare, typical) if spare else 0,
+        spare_running=scale.sequences(allocation.spare_running) if allocation.spare_running else 0,
     )

@@ -195,6 +195,11 @@ def generation(
     return Footprint(kv_cache=per_token * pages * CACHE_PAGE_TOKENS, logits=logits) + prefill
 
 
+def decode_logits(model: ModelSpec, role: ModelRole, layout: Layout, sequences: int) -> int:
+    """Bytes of the logits of a decode step of so many sequences: as computed, and as a captured graph keeps them."""
+    return 2 * element_bytes(role.dtype) * sequences * model.vocab // layout.tp
+
+
 def cache_bytes_per_token(model: ModelSpec, role: ModelRole, layout: Layout, cache_bytes: int | None = None) -> int:
     """Bytes of one token in the cache of a device of the fullest stage."""
     cut = min(layout.tp, model.kv_heads) if model.latent is None else 1  # one latent serves all heads

@@ -13,6 +13,7 @@ from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.memory.activations import (
     Running,
     cache_bytes_per_token,
+    decode_logits,
     forward_activations,
     generation,
     in_flight,
@@ -59,6 +60,7 @@ __all__ = [
     "cache_bytes_per_token",
     "communicators",
     "cuts_model",
+    "decode_logits",
     "element_bytes",
     "expert_copies",
     "forward_activations",
