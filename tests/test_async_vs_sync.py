@@ -53,16 +53,16 @@ def test_claims_are_held_against_the_better_synchronous_plan_and_the_slower_call
 def test_the_limit_of_work_in_flight_passes_by_its_masked_share_and_its_speed_round_by_round() -> None:
     rule = [Measured("rule", 9, speed, 0.0, 30.0, 1.9, 0.25, 0.0) for speed in (100.0, 200.0, 50.0)]
     limited = [Measured("limited", 9, speed, 0.0, 20.0, 1.2, 0.04, 0.0) for speed in (97.0, 150.0, 60.0)]
-    row = row_of(2, 1, rule, limited)
+    row = row_of((2, 8, 1), rule, limited)
     assert (row.ratio, row.masked, row.rule_masked, row.running) == (0.97, 0.04, 0.25, 20.0)
     assert row.passed
-    assert not row_of(2, 1, rule, [replace(one, unused_share=0.06) for one in limited]).passed
-    assert not row_of(2, 1, rule, [replace(one, tokens_per_s=0.9 * one.tokens_per_s) for one in limited]).passed
+    assert not row_of((2, 8, 1), rule, [replace(one, unused_share=0.06) for one in limited]).passed
+    assert not row_of((2, 8, 1), rule, [replace(one, tokens_per_s=0.9 * one.tokens_per_s) for one in limited]).passed
 
 
 def test_the_rule_alone_has_room_for_all_that_it_lets_in() -> None:
-    assert mode_of(2, 1, limited=False).parts["rollout"]["max_running"] == 3 * 8 * 4
-    assert "rollout" not in mode_of(2, 1, limited=True).parts
+    assert mode_of((2, 8, 1), limited=False).parts["rollout"]["max_running"] == 3 * 8 * 4
+    assert "rollout" not in mode_of((2, 8, 1), limited=True).parts
 
 
 # --- learning under staleness -----------------------------------------------------------------------------------------
