@@ -1,5 +1,6 @@
 """Places of SGLang servers in plans: devices that the planner chooses, and those of several generate calls."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from realgraph.run_file.compose import check_run
 from tests import tiny
 from tests.run_texts import RUN, place, problems_of
 from tests.sglang_server import standin
+from tests.test_rehearsal import QWEN3
 from tests.test_sglang_plans import GPUS, ON_SERVERS, URL, prepared, write_llama_70b
 
 __all__ = ["place"]
@@ -38,6 +40,22 @@ def test_servers_that_nothing_pins_have_the_fastest_of_all_splits(place: Path, k
     splits = [f"allocation={{rollout: {{first: {8 - n}, devices: {n}}}}}" for n in (1, 2, 4)]
     least = min(period_of(place, *asked, split) for split in splits)
     assert period_of(place, *asked) <= 1.02 * least
+
+
+@pytest.mark.parametrize("kinds", [("H100-SXM", "L40S"), ("L40S", "H100-SXM")])
+def test_servers_have_the_kind_of_devices_that_makes_the_fastest_plan(place: Path, kinds: tuple[str, str]) -> None:
+    """Any place in the cluster will do."""
+    (place / "model" / "config.json").write_text(json.dumps(QWEN3))
+    nodes = f"cluster={{kind: {kinds[0]}, devices: 4, more: [{{kind: {kinds[1]}, nodes: 1, devices: 4}}]}}"
+    batch = ("batch={groups: 64, max_new_tokens: 1024, expected_new_tokens: 400}", "data.path=nowhere/questions")
+    asked = (ON_SERVERS[0], nodes, "staleness=2", *batch)
+    pins = "allocation={{rollout: {{first: {}, devices: {}}}}}"
+    periods = {first: period_of(place, *asked, pins.format(first, n)) for first, n in ((0, 4), (2, 2), (4, 4), (6, 2))}
+    fastest = min(periods, key=lambda first: periods[first])
+    assert fastest == 4 * kinds.index("H100-SXM")
+    assert period_of(place, *asked) <= 1.02 * periods[fastest]
+    placed = with_servers(request_for(check_run(place / "run.yaml", asked, weights=False)))
+    assert placed.text.startswith("devices of SGLang servers: 4 H100-SXM for rollout, the fastest of ")
 
 
 def test_servers_of_two_calls_have_the_fastest_of_all_splits(place: Path) -> None:

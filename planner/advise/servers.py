@@ -11,8 +11,9 @@ from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.spec import Generate
+from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.options.constraints import constraint_problems, server_meshes
-from realgraph.planner.options.meshes import mesh_fault
+from realgraph.planner.options.meshes import group_of, mesh_fault
 from realgraph.planner.options.tables import Known
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.problem import Limits
@@ -62,9 +63,16 @@ def with_servers(request: PlanRequest, limits: Limits = Limits()) -> Placed:
     if best is None:
         search(sound[0], limits)  # raises the reason, unless more time than each split had is enough
         best = sound[0]
-    devices = ", ".join(f"{best.pins[name].devices} for {name}" for name in missing)
+    devices = ", ".join(f"{_devices_text(best, name)} for {name}" for name in missing)
     cut = f" ({unfinished} of them not searched to the end)" if unfinished else ""
     return Placed(best, f"devices of {request.engine.name}: {devices}, the fastest of {len(sound)} splits{cut}")
+
+
+def _devices_text(request: PlanRequest, call: str) -> str:
+    """`4`; of a cluster of several kinds, `4 L40S`."""
+    mesh, cluster = server_meshes(request)[call], request.cluster
+    kind = f" {cluster.groups[group_of(cluster, mesh.first)].kind}" if cluster.more else ""
+    return f"{mesh.n_devices}{kind}"
 
 
 def _pinned(request: PlanRequest, meshes: Mapping[str, DeviceMesh]) -> PlanRequest:
@@ -80,9 +88,11 @@ def _splits(request: PlanRequest, missing: Sequence[str]) -> list[dict[str, Devi
     first."""
     total = request.cluster.n_devices - request.constraints.reserve
     shared = any(not isinstance(request.graph.calls[name], Generate) for name in request.mesh_calls)
+    kinds = tuple(enumerate(request.cluster.groups))
+    blocks = [(group, size) for group, nodes in reversed(kinds) for size in _sizes(nodes)]
     splits = []
-    for sizes in product(_sizes(request), repeat=len(missing)):
-        meshes = _places(request, dict(zip(missing, sizes, strict=True)))
+    for chosen in product(blocks, repeat=len(missing)):
+        meshes = _places(request, dict(zip(missing, chosen, strict=True)))
         taken = sum(mesh.n_devices for mesh in {**server_meshes(request), **meshes}.values())
         if meshes and taken <= total - shared:
             splits.append(meshes)
@@ -90,14 +100,15 @@ def _splits(request: PlanRequest, missing: Sequence[str]) -> list[dict[str, Devi
     return splits[:MOST_SPLITS]
 
 
-def _places(request: PlanRequest, sizes: Mapping[str, int]) -> dict[str, DeviceMesh]:
-    """The free devices nearest to the cluster's end for servers of these sizes, the largest first; empty where there
-    are none. A pin may say where they begin."""
-    cluster, end = request.cluster, request.cluster.n_devices - request.constraints.reserve
-    found, pinned = dict[str, DeviceMesh](), server_meshes(request)
-    for name, size in sorted(sizes.items(), key=lambda entry: -entry[1]):
+def _places(request: PlanRequest, blocks: Mapping[str, tuple[int, int]]) -> dict[str, DeviceMesh]:
+    """The free devices nearest to the end of a group of nodes of one kind, for servers of each call's group and size,
+    the largest first; empty where there are none. A pin may say where they begin."""
+    cluster, found, pinned = request.cluster, dict[str, DeviceMesh](), server_meshes(request)
+    for name, (group, size) in sorted(blocks.items(), key=lambda entry: -entry[1][1]):
+        begin = cluster.first_of(group)
+        end = min(cluster.first_of(group + 1), cluster.n_devices - request.constraints.reserve)
         first, others = request.pins.get(name, Pin()).first, (*pinned.values(), *found.values())
-        meshes = (DeviceMesh(at, size) for at in (range(end - size, -1, -1) if first is None else (first,)))
+        meshes = (DeviceMesh(at, size) for at in range(end - size, begin - 1, -1) if first in (None, at))
         free = (one for one in meshes if not any(one.overlaps(other) for other in others))
         mesh = next((one for one in free if not mesh_fault(one, cluster)), None)
         if mesh is None:
@@ -106,8 +117,8 @@ def _places(request: PlanRequest, sizes: Mapping[str, int]) -> dict[str, DeviceM
     return found
 
 
-def _sizes(request: PlanRequest) -> list[int]:
-    """Numbers of devices that servers may have: powers of two, and eighths of the cluster in whole nodes."""
-    total, node = request.cluster.n_devices, request.cluster.devices_per_node
-    part = math.ceil(request.cluster.nodes / PARTS) * node
-    return sorted({2**i for i in range(total.bit_length())} | set(range(part, total, part)))
+def _sizes(nodes: Cluster) -> list[int]:
+    """Numbers of devices of one kind that servers may have: powers of two, and eighths in whole nodes."""
+    total = nodes.n_devices
+    part = math.ceil(nodes.nodes / PARTS) * nodes.devices_per_node
+    return sorted({2**i for i in range(total.bit_length())} | set(range(part, total + 1, part)))
