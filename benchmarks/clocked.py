@@ -55,6 +55,13 @@ class ClockedPlan(Struct, frozen=True):
         slots = plan.allocations["rollout"].most_running
         return Prices(stream, slots, inputs, keeps_caches(request, plan, "rollout"))
 
+    @property
+    def lean(self) -> "ClockedPlan":
+        """The same without what is spare: its engines run as many sequences at once as it expects, and no more."""
+        rollout = replace(self.plan.allocations["rollout"], spare_running=0)
+        plan = replace(self.plan, allocations={**self.plan.allocations, "rollout": rollout})
+        return replace(self, plan=plan, job=replace(self.job, plan=plan))
+
     def clock(self, *, limited: bool = True) -> PlanClock:
         """A run of it that has not begun. limited: in the work in flight, besides the rule of admission."""
         return PlanClock(self.job, self.extra, self.prices, limited=limited)
