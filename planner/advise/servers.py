@@ -13,9 +13,10 @@ from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.spec import Generate
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.options.constraints import constraint_problems, server_meshes
-from realgraph.planner.options.meshes import group_of, mesh_fault
+from realgraph.planner.options.holdings import group_for
+from realgraph.planner.options.meshes import mesh_fault
 from realgraph.planner.options.tables import Known
-from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.plan.problem import Limits
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
@@ -70,8 +71,8 @@ def with_servers(request: PlanRequest, limits: Limits = Limits()) -> Placed:
 
 def _devices_text(request: PlanRequest, call: str) -> str:
     """`4`; of a cluster of several kinds, `4 L40S`."""
-    mesh, cluster = server_meshes(request)[call], request.cluster
-    kind = f" {cluster.groups[group_of(cluster, mesh.first)].kind}" if cluster.more else ""
+    mesh = server_meshes(request)[call]
+    kind = f" {group_for(request, Layout(mesh)).kind}" if request.cluster.more else ""
     return f"{mesh.n_devices}{kind}"
 
 

@@ -185,6 +185,11 @@ class Job(Struct, frozen=True):
     data_sums: dict[str, FileSum] = field(default_factory=dict)  # local data file -> checksum at the start
     eval_sums: dict[str, FileSum] = field(default_factory=dict)  # the same of the held-out data
 
+    def max_running(self, call: str) -> int | None:
+        """Sequences that an engine of a generate call decodes at once, at most: the user's number, or the plan's; None
+        where neither says."""
+        return self.rollout.max_running or self.plan.allocations[call].most_running or None
+
     def function_processes(self, worker: int) -> int:
         """Subprocesses for functions of a worker: its own, and on the head of a rank that generates, whose groups it
         has, those of the rank's other workers, which have none."""

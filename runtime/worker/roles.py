@@ -146,7 +146,7 @@ class Roles:
             return
         planned = job.plan.allocations[name]
         limits = RolloutLimits(
-            max_running=job.rollout.max_running or planned.most_running or None,
+            max_running=job.max_running(name),
             max_cache_tokens=planned.most_cache_tokens,
         )
         weights: WeightSource

@@ -31,7 +31,7 @@ def settings_of(job: Job, n_engines: int) -> ConcurrencySettings | None:
     that make them."""
     if not job.graph.generates or not job.plan.staleness:
         return None
-    running = job.rollout.max_running or job.plan.allocations[job.graph.generates[0]].most_running
+    running = job.max_running(job.graph.generates[0])
     return ConcurrencySettings(
         per_batch=job.batch.groups,
         bound=job.staleness,
