@@ -52,6 +52,22 @@ def quitting(boot: WorkerBoot) -> None:
     sys.exit(7)
 
 
+def leaving(boot: WorkerBoot) -> None:
+    """Has a daemon that needs a moment to end once its parent has, as a guardian does, and one that never ends."""
+    parent = os.getpid()
+    if os.fork() == 0:
+        os.setsid()
+        _mark(boot)
+        while os.getppid() == parent:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        Path(boot.log).with_suffix(".orderly").write_text("ended by itself")
+        os._exit(0)
+    if os.fork() == 0:
+        os.setsid()
+    time.sleep(1000)
+
+
 def _mark(boot: WorkerBoot) -> None:
     Path(boot.log).with_suffix(".ready").write_text("ready")
 
@@ -70,7 +86,7 @@ def boots_in(folder: Path, n: int, threads: int = 1) -> list[WorkerBoot]:
 
 async def start_entry(folder: Path, n: int, entry: str, threads: int = 1) -> LocalFleet:
     fleet = await LocalLauncher().start(boots_in(folder, n, threads), WorkerProgram(f"{__name__}:{entry}"), 60)
-    if entry in ("sleep", "stubborn", "quitting"):
+    if entry in ("sleep", "stubborn", "quitting", "leaving"):
         await becomes_true(lambda: all((folder / "logs" / f"{i}.ready").exists() for i in range(n)))
     return fleet
 

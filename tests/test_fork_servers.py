@@ -16,7 +16,7 @@ from realgraph.runtime.processes import processes
 from realgraph.runtime.processes.launcher import LaunchError, WorkerProgram
 from realgraph.runtime.processes.local import KILL_SECONDS, KeptLauncher, LocalLauncher, open_server
 from realgraph.runtime.wire.frames import cut
-from tests.launches import SLEEP, alive_with, boots_in, children
+from tests.launches import SLEEP, alive_with, boots_in, children, start_entry
 from tests.traces import parent_of
 from tests.waiting import becomes_true
 
@@ -52,6 +52,23 @@ def test_a_kept_launcher_has_one_fork_server_for_all_runs_and_leaves_nothing(tmp
         (server,) = servers
         assert parent_of(server) == os.getpid()
     assert not Path(f"/proc/{server}").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere daemons are out of reach")
+@pytest.mark.parametrize("of", ["one worker", "all"])
+def test_what_a_worker_leaves_behind_has_a_moment_to_end_by_itself(tmp_path: Path, of: str) -> None:
+    """A guardian that is killed at once leaves what it guards, if the fork server is killed then."""
+
+    async def end() -> None:
+        fleet = await start_entry(tmp_path, 1, "leaving")
+        if of == "one worker":
+            await fleet.kill(0)
+            await becomes_true(lambda: not alive_with(str(tmp_path)))
+        await fleet.terminate(0)
+
+    asyncio.run(end())
+    assert (tmp_path / "logs" / "0.orderly").read_text() == "ended by itself"
+    assert not alive_with(str(tmp_path))
 
 
 def test_what_is_loaded_ahead_serves_the_next_start_alone_and_ends_where_none_comes(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 The fork server is the parent of every process it starts, so it alone signals and reaps them: no process id is ever used
 after its process is gone. When its owner ends, in whatever way, it kills its children with their whole process groups,
 and ends. A fork server that is itself killed takes its children along through the kernel; of their children, those that
-call `die_with_parent`. On Linux it adopts what its children leave behind, daemons included, and kills that too.
+call `die_with_parent`. On Linux it adopts what its children leave behind, daemons included, and kills what does not
+end by itself within a moment.
 Signals that ask for an end are the owner's to answer, so that an orderly end has all processes to work with, however
 many of them the signal was sent to. Knows nothing of workers and keys.
 """
@@ -38,7 +39,8 @@ from realgraph.runtime.wire.frames import cut, framed
 _PR_SET_PDEATHSIG = 1
 STACK_SIGNAL = signal.SIGUSR2  # has a process write the stacks of its threads
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a terminal, systemd and batch systems send them to all
-_STRAY_SECONDS = 5.0  # for the kernel to let go of what is killed; the fork server waits no longer
+_OWN_END_SECONDS = 1.0  # for what our children leave behind to end by itself: it may have processes of its own to kill
+_STRAY_SECONDS = 3.0  # for the kernel to let go of what is killed; the fork server waits no longer
 
 
 class Spawn(Struct, frozen=True, tag=True):
@@ -231,6 +233,7 @@ class _Children:
         self._owner = owner
         self._parent = parent
         self._pids: dict[int, int] = {}  # number -> pid, of those not reaped
+        self._strays_until: float | None = None  # when strays are killed; None: there are none, as far as we know
         self._wake, self._wake_write = socket.socketpair()
         self._wake.setblocking(False)
         self._wake_write.setblocking(False)
@@ -245,10 +248,12 @@ class _Children:
             selector.register(self._owner, selectors.EVENT_READ)
             selector.register(self._wake, selectors.EVENT_READ)
             while os.getppid() == self._parent:
-                ready = {key.fileobj for key, _ in selector.select()}
+                ready = {key.fileobj for key, _ in selector.select(self._stray_seconds())}
                 if self._wake in ready:
                     self._wake.recv(4096)
                     self._reap(os.WNOHANG)
+                if self._stray_seconds() == 0:
+                    self._kill_strays()
                 if self._owner in ready:
                     try:
                         piece = self._owner.recv(1 << 16)
@@ -262,6 +267,10 @@ class _Children:
         for number in self._pids:
             self._signal(number, signal.SIGKILL)
         self._reap(0)
+        while self._stray_seconds():
+            time.sleep(0.005)
+            self._reap_strays()
+        self._kill_strays()
 
     def _obey(self, request: Request) -> None:
         match request:
@@ -300,14 +309,35 @@ class _Children:
             _, status = os.waitpid(pid, 0)
             del self._pids[number]
             self._tell(Exited(number, os.waitstatus_to_exitcode(status)))
-        self._kill_strays(len(self._pids) < before)
+        if len(self._pids) < before:
+            self._await_strays()
+        self._reap_strays()
 
-    def _kill_strays(self, left_behind: bool) -> None:
-        """Kill what our children have left to us, by their own end or by that of a process between."""
-        if sys.platform != "linux" or is_childless():
+    def _await_strays(self) -> None:
+        """Expect what our children leave to us, by their own end or by that of a process between."""
+        if self._strays_until is None and sys.platform == "linux":
+            self._strays_until = time.monotonic() + _OWN_END_SECONDS
+
+    def _stray_seconds(self) -> float | None:
+        """The time that strays have left to end by themselves; None where none are expected."""
+        return None if self._strays_until is None else max(0.0, self._strays_until - time.monotonic())
+
+    def _reap_strays(self) -> None:
+        """Reap the strays that have ended; where one has, there may be more."""
+        if sys.platform != "linux":
             return
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if left_behind or not self._pids or (ended is not None and ended.si_pid not in self._pids.values()):
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while not is_childless():
+            ended = os.waitid(os.P_ALL, 0, options)
+            if ended is None or ended.si_pid in self._pids.values():
+                return
+            os.waitpid(ended.si_pid, 0)
+            self._await_strays()
+        self._strays_until = None
+
+    def _kill_strays(self) -> None:
+        self._strays_until = None
+        if sys.platform == "linux":
             kill_descendants(spare=tuple(self._pids.values()), seconds=_STRAY_SECONDS)
 
     def _tell(self, event: Event) -> None:
