@@ -385,7 +385,9 @@ class PlanClock:
         for sample in sample_ids(group, home.per_group):
             drawn = self._drawn[sample] = home.drawn.pop(sample)
             n_tokens = max(1, round(sum(n for _, n in drawn)))
-            samples.append(Sample(sample, n_tokens, n_tokens, oldest=drawn[0][0]))
+            counts, oldest = dict(drawn), drawn[0][0]
+            by_version = tuple(round(counts.get(version, 0.0)) for version in range(oldest, drawn[-1][0] + 1))
+            samples.append(Sample(sample, n_tokens, n_tokens, oldest=oldest, by_version=by_version))
         return tuple(samples)
 
     def _samples(self, groups: tuple[int, ...], version: int) -> tuple[Sample, ...]:

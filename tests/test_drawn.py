@@ -31,7 +31,7 @@ from realgraph.runtime.store.bundle import PeerLostError
 from realgraph.runtime.store.store import Store
 from realgraph.runtime.store.transfer import DataPlane
 from realgraph.runtime.wire.curve import make_keys
-from realgraph.runtime.wire.protocol import NOBODY
+from realgraph.runtime.wire.protocol import NOBODY, Sample
 from tests.rollouts import model, requests, run
 from tests.shapes import Shape, graph_of
 
@@ -130,6 +130,7 @@ class Worker:
         peers = Peers(self.sharing, one_version)
         self.rollouts = Rollouts("rollout", self.engine, sampling, "prompt", assembler, texts, writes, peers=peers)
         self.made: set[int] = set()
+        self.reported: list[Sample] = []
 
     def deposit(self, to: int, data: bytes) -> str:
         if self.workers[to].deaf:
@@ -145,6 +146,7 @@ class Worker:
         self.engine.step()
         made = self.rollouts.collect(self.number)
         self.made |= set(made.groups if made is not None else ())
+        self.reported += made.samples if made is not None else ()
 
     def tell(self) -> None:
         self.rollouts.share()
@@ -259,6 +261,26 @@ def test_where_samples_are_of_one_version_tokens_of_others_are_drawn_again() -> 
         assert set(versions) <= {-1, 0 if sample in ended else 1}
     for worker in workers.values():
         worker.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_sample_is_reported_with_the_versions_of_its_tokens(seed: int) -> None:
+    """Under weights that change while it is drawn, some of which an engine never had."""
+    rng, worker, version, groups = random.Random(seed), Worker(0, {}), 3 * seed, list(range(GROUPS))
+    worker.submit(groups, [NOBODY] * GROUPS)
+    while worker.made != set(groups):
+        worker.engine._batch.weights_changed(version)
+        for _ in range(rng.randint(1, 4)):
+            worker.advance()
+        version += rng.randint(1, 2)
+    drawn = {sample: [one for one in keys[1] if one >= 0] for sample, keys in worker.samples(groups).items()}
+    assert drawn.keys() == {one.sample for one in worker.reported}
+    assert any(len(set(versions)) > 2 for versions in drawn.values())
+    for one in worker.reported:
+        assert sum(one.by_version) == one.n_new_tokens
+        for number in range(version + 2):
+            assert one.n_before(number) == sum(of < number for of in drawn[one.sample])
+    worker.close()
 
 
 @pytest.mark.parametrize("far", [False, True])

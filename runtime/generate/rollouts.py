@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -364,7 +365,9 @@ class Rollouts:
                     columns[key].append(self._cut(own, group, columns[TEXT][-1], done.finished))
                 oldest = min(done.versions, default=self.engine.version)
                 lengths = tuple(len(columns[key][-1]) for key in self._texts.own)
-                group.samples[sample] = Sample(sample, n_prompt + n_new, n_new, done.finished, oldest, lengths)
+                group.samples[sample] = Sample(
+                    sample, n_prompt + n_new, n_new, done.finished, oldest, _by_version(done.versions, oldest), lengths
+                )
                 samples.append(sample)
         ids = [group_of(sample) if self.writes.of_group else sample for sample in samples]
         for key, values in columns.items():
@@ -381,3 +384,9 @@ class Rollouts:
             return own.tokens(group.asked.conversation, text, finished=finished, tools=group.asked.tools)
         except ValueError as error:
             raise ValueError(f"a sample of group {group.id} can't be cut for {own.role!r}: {error}") from error
+
+
+def _by_version(versions: Sequence[int], oldest: int) -> tuple[int, ...]:
+    """Counts of `oldest`, of the next version, and so on."""
+    counts = Counter(versions)
+    return tuple([counts[version] for version in range(oldest, max(counts, default=oldest) + 1)])

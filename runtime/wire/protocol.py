@@ -315,7 +315,12 @@ class Sample(Struct, frozen=True, gc=False):
     n_new_tokens: int = 0
     finished: bool = True  # sampling ended by itself
     oldest: int = 0  # the lowest version among its tokens
+    by_version: tuple[int, ...] = ()  # new tokens of version `oldest`, of the next one, and so on
     own_tokens: tuple[int, ...] = ()  # lengths by other roles' own tokenizers, in the order of `program.own_keys`
+
+    def n_before(self, version: int) -> int:
+        """New tokens of versions before this one."""
+        return sum(self.by_version[: max(0, version - self.oldest)])
 
 
 class Loaded(_Message, frozen=True):
