@@ -17,6 +17,7 @@ from realgraph.runtime.commands.tally import StepTally, TallyNumbers
 from realgraph.runtime.commands.tasks import Task, Tasks
 from realgraph.runtime.job.engine_loss import shares_tokens
 from realgraph.runtime.job.job import Job
+from realgraph.runtime.scheduler.concurrency.ages import batched_group
 from realgraph.runtime.scheduler.concurrency.controller import Concurrency, ConcurrencyImage
 from realgraph.runtime.scheduler.concurrency.settings import settings_of
 from realgraph.runtime.scheduler.ledger import Group, GroupImage, Ledger
@@ -129,9 +130,7 @@ class Collection:
 
     def _room(self, places: int, limited: bool) -> int:
         """The places that may be taken of so many: there is a limit of work in flight, too."""
-        if self._concurrency is None or not limited:
-            return places
-        return min(places, self._concurrency.room(self._ledger.n_waiting))
+        return min(places, self._concurrency.room(self._ledger.n_waiting)) if self._concurrency and limited else places
 
     def abort(self) -> list[Action]:
         """Stop all generation: no step of this run will need what is not made yet. A resumed run makes it again."""
@@ -165,8 +164,8 @@ class Collection:
     def next_batch(self, groups: Sequence[Group], now: float) -> StepTally:
         """A batch has been taken: what was reported of its groups; from now on groups are made for the next step."""
         if self._concurrency is not None:
-            made = [(group.id, tuple([sample.n_new_tokens for sample in group.samples])) for group in groups]
-            self._concurrency.batched(self.step, made, now)
+            oldest = (self.step - self._ledger.staleness) * self._trains_of(self._program.generate)
+            self._concurrency.batched(self.step, [batched_group(one.id, one.samples, oldest) for one in groups], now)
         tally, self.tally = self.tally, StepTally()
         self.step += 1
         return tally

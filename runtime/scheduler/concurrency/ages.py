@@ -1,12 +1,28 @@
-"""Ages that tokens will have when they are trained, predicted from the lengths of groups that were trained. Pure.
+"""Ages of tokens when they are trained: those of a batch, and predicted ones, from lengths of trained groups. Pure.
 
 A token waits for the longest sample of its group, and then, with its group, for the step that trains it. How long the
 first takes, in steps, follows from the work in flight; the second is taken to be what it was.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
+
+from realgraph.runtime.wire.protocol import Sample
+
+
+class BatchedGroup(Struct, frozen=True):
+    """A group that a batch takes. lengths: new tokens of its samples; n_old: those of them all beyond the bound."""
+
+    group: int
+    lengths: tuple[int, ...]
+    n_old: int
+
+
+def batched_group(group: int, samples: Sequence[Sample], oldest: int) -> BatchedGroup:
+    """A group of these samples. oldest: version that is within the bound."""
+    lengths = tuple([sample.n_new_tokens for sample in samples])
+    return BatchedGroup(group, lengths, sum([sample.n_before(oldest) for sample in samples]))
 
 
 class TrainedGroup(Struct, frozen=True, array_like=True):

@@ -3,8 +3,9 @@
 AReaL's rule alone fills every place that the bound leaves. Where generation is the bottleneck a token is then as old as
 the bound when it is trained, on average, and many are older. So besides that rule no more groups are in flight than
 - end as many groups a second as training takes, or nearly as many as all places would;
-- have the 95th percentile of the tokens' predicted ages within the bound, while that costs no trained tokens: fewer
-  groups in flight end fewer tokens a second, of which more are young enough;
+- have the 95th percentile of the tokens' predicted ages within the bound, while that costs few trained tokens: fewer
+  groups in flight end fewer tokens a second, of which more are young enough; predictions are corrected by what batches
+  really have beyond the bound;
 - fill the slots of the engines: more would only wait in their queues.
 A surplus of groups (`batch.oversample`) comes on top of the first two.
 Groups that wait for training, beyond a batch, take the place of such in flight. Which numbers hold follows from groups
@@ -18,20 +19,24 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from realgraph.runtime.scheduler.concurrency.ages import TrainedGroup, masked_share
+from realgraph.runtime.scheduler.concurrency.ages import BatchedGroup, TrainedGroup, masked_share
 from realgraph.runtime.scheduler.concurrency.settings import ConcurrencySettings
 from realgraph.runtime.scheduler.concurrency.speed import Speed, SpeedImage
 
 NEARLY = 0.98  # of the speed with all places filled, that fewer have to reach
 AHEAD = 1.1  # times the speed of training, that generation has to reach: groups take times of their own
-MASKED_SHARE = 0.037  # of the tokens beyond the bound, aimed at: 5 % with a margin for what no prediction sees
-LEAST_TRAINED = 0.97  # of the trained tokens a second with all places filled, that fewer groups may not fall below
+MASKED_SHARE = 0.039  # of the tokens beyond the bound, aimed at: 5 % with a margin for batches that differ
+LEAST_TRAINED = 0.95  # of the trained tokens a second with all places filled, that fewer groups may not fall below
 SWING = 0.06  # of the limit, up and down by turns: speeds are told apart by it
 LEAST_FILLED = 0.3  # of the limit: where less is in flight on average, something else holds generation up
 LARGEST_CHANGE = 1.25  # factor between two limits
 MEMORY_BATCHES, LEAST_MEMORY = 6, 100  # after so many groups, or these, a measurement counts 1 / e
 KEPT_GROUPS = 96  # whose lengths predict ages: the newest trained ones, evenly taken from batches
 KEEP = 0.7  # of a former step's seconds, when a new one comes
+KEEP_SHARE = 0.9  # of the shares beyond the bound of former batches, when a new one comes
+SURE_SHARE = 0.01  # shares below it say little of how far predictions are off
+LARGEST_CORRECTION = 2.0  # factor, up or down, by which measured shares correct predicted ones
+HALVINGS = 10  # of the range in which the groups in flight with all places filled lie
 
 
 class FlyingImage(Struct, frozen=True, array_like=True):
@@ -62,6 +67,11 @@ class ConcurrencyImage(Struct, frozen=True):
     filled: float
     judged_at: float
     judged_area: float
+    waiting: int
+    waited: float
+    stands: int
+    masked: float
+    predicted: float
 
 
 class Concurrency:
@@ -81,8 +91,11 @@ class Concurrency:
         self._assembled: dict[int, float] = {}  # step -> when its batch was there
         self._ended_at = -math.inf  # the last step
         self._kept = self._left_out = 0.0  # groups, older ones count less
+        self._masked = self._predicted = 0.0  # shares beyond the bound, of batches and of limits; older ones count less
         self._filled = 1.0  # of the limit, on average: admission does not always fill it
         self._judged_at = self._judged_area = 0.0  # when the limit was set, and the integral until then
+        self._waiting, self._waited = 0, 0.0  # groups that take places of such in flight; the same integral of theirs
+        self._stands = 0  # batches since the limit was last on its way to another one
         self._most_of_slots = self._places_of_slots
 
     @property
@@ -106,6 +119,11 @@ class Concurrency:
             filled=self._filled,
             judged_at=self._judged_at,
             judged_area=self._judged_area,
+            waiting=self._waiting,
+            waited=self._waited,
+            stands=self._stands,
+            masked=self._masked,
+            predicted=self._predicted,
         )
 
     def restore(self, image: ConcurrencyImage) -> None:
@@ -117,12 +135,15 @@ class Concurrency:
         self._step_seconds, self._period, self._ended_at = image.step_seconds, image.period, image.ended_at
         self._assembled, self._kept, self._left_out = dict(image.assembled), image.kept, image.left_out
         self._filled, self._judged_at, self._judged_area = image.filled, image.judged_at, image.judged_area
+        self._masked, self._predicted = image.masked, image.predicted
+        self._waiting, self._waited, self._stands = image.waiting, image.waited, image.stands
         self._most_of_slots = self._places_of_slots
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
     def _pass(self, now: float) -> None:
         self._area += len(self._flying) * (now - self._now)
+        self._waited += self._waiting * (now - self._now)
         self._now = now
 
     def admitted(self, groups: Sequence[int], now: float) -> None:
@@ -162,17 +183,28 @@ class Concurrency:
             self._made.pop(group, None)
             self._flying[group] = FlyingImage(group, math.inf, self._area)
 
-    def batched(self, step: int, groups: Sequence[tuple[int, tuple[int, ...]]], now: float) -> None:
-        """The batch of `step` is there. groups: each with its samples' new tokens."""
+    def batched(self, step: int, groups: Sequence[BatchedGroup], now: float) -> None:
+        """The batch of `step` is there."""
         self._assembled[step] = now
         every = max(1, len(groups) * 3 // KEPT_GROUPS)  # the newest three batches, at least
-        for place, (group, lengths) in enumerate(groups):
-            drawn = self._made.pop(group, None)  # None: put back from a batch that was not made
-            if drawn is not None and place % every == step % every and any(lengths):
-                self._trained.append(TrainedGroup(lengths, step - drawn))
+        for place, one in enumerate(groups):
+            drawn = self._made.pop(one.group, None)  # None: put back from a batch that was not made
+            if drawn is not None and place % every == step % every and any(one.lengths):
+                self._trained.append(TrainedGroup(one.lengths, step - drawn))
+        self._compare(groups)
         self._kept = KEEP * self._kept + len(groups)
         self._left_out *= KEEP
         self._set_limit()
+
+    def _compare(self, groups: Sequence[BatchedGroup]) -> None:
+        """Set what a batch has beyond the bound beside what is predicted of the limit, where that stands."""
+        if not self._settings.takes_overdue or self._stands <= self._settings.bound:
+            return
+        n_tokens = sum(sum(one.lengths) for one in groups)
+        masked = sum(one.n_old for one in groups) / n_tokens if n_tokens else 0.0
+        predicted = self._predicted_share(max(1.0, self._limit * self._filled))
+        self._masked = KEEP_SHARE * self._masked + (1 - KEEP_SHARE) * masked
+        self._predicted = KEEP_SHARE * self._predicted + (1 - KEEP_SHARE) * predicted
 
     def step_ended(self, step: int, now: float) -> None:
         """Every call of `step` has ended: its training took the time from when both its batch and the device were
@@ -190,7 +222,8 @@ class Concurrency:
         without those of the batch that trains."""
         limit = self._limit * (1 if self._settings.fixed else 1 + self._swing * SWING) + self._settings.surplus
         limit = min(max(1.0, limit), self._most_of_slots)
-        return max(0, math.ceil(limit) - max(0, n_waiting - self._settings.per_batch) - len(self._flying))
+        self._waiting = max(0, n_waiting - self._settings.per_batch)
+        return max(0, math.ceil(limit) - self._waiting - len(self._flying))
 
     @property
     def _places_of_slots(self) -> float:
@@ -214,21 +247,30 @@ class Concurrency:
             return
         wanted = max(1.0, min(self._busy, self._young)) / self._filled
         wanted = min(wanted, float(self._settings.places))
-        self._limit = min(max(wanted, self._limit / LARGEST_CHANGE), self._limit * LARGEST_CHANGE)
+        limit = min(max(wanted, self._limit / LARGEST_CHANGE), self._limit * LARGEST_CHANGE)
+        self._stands = self._stands + 1 if limit == wanted else 0
+        self._limit = limit
 
     def _measure_filled(self) -> None:
-        """Compare the groups in flight since the limit was set with it."""
-        seconds, area = self._now - self._judged_at, self._area - self._judged_area
+        """Compare the groups in flight since the limit was set, and those that took places of such, with it."""
+        seconds, area = self._now - self._judged_at, self._area - self._judged_area + self._waited
         if self._judged_at and seconds > 0:
             self._filled = _mixed(self._filled, min(1.0, max(LEAST_FILLED, area / seconds / self._limit)))
-        self._judged_at, self._judged_area = self._now, self._area
+        self._judged_at, self._judged_area, self._waited = self._now, self._area, 0.0
 
     @property
     def _most(self) -> float:
         """Groups in flight with all places filled: half a batch is ready on average, and one trains at times."""
         places, per_batch = float(self._settings.places), self._settings.per_batch
-        training = min(1.0, self._step_seconds * self._rate(places))  # of the time
-        return max(1.0, min(places - per_batch * (0.5 + training), self._most_of_slots))
+        low, high = places - 1.5 * per_batch, places - 0.5 * per_batch
+        for _ in range(HALVINGS):  # more in flight train for more of the time, which leaves fewer places
+            middle = (low + high) / 2
+            training = min(1.0, self._step_seconds * self._rate(max(1.0, middle)))  # of the time
+            if places - per_batch * (0.5 + training) > middle:
+                low = middle
+            else:
+                high = middle
+        return max(1.0, min(high, self._most_of_slots))
 
     @property
     def _made_per_step(self) -> float:
@@ -252,7 +294,13 @@ class Concurrency:
         return min(self._most, self._speed.running_for(min(NEARLY * most, needed)))
 
     def _share(self, running: float) -> float:
-        """Share of the tokens beyond the bound with so many groups in flight."""
+        """Share of the tokens beyond the bound with so many groups in flight, predicted and corrected."""
+        correction = (self._masked + SURE_SHARE) / (self._predicted + SURE_SHARE)
+        correction = min(LARGEST_CORRECTION, max(1 / LARGEST_CORRECTION, correction))
+        return min(1.0, correction * self._predicted_share(running))
+
+    def _predicted_share(self, running: float) -> float:
+        """The share that follows from lengths and speeds."""
         token_steps = self._speed.token_seconds(running) * self._rate(running)
         return masked_share(self._trained, self._settings.bound, token_steps)
 

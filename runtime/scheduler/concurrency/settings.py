@@ -9,7 +9,8 @@ from realgraph.runtime.job.job import Job
 
 class ConcurrencySettings(Struct, frozen=True):
     """The numbers that a run sets. slots: sequences that all engines run at once; infinite where nobody says. fixed:
-    the user says, and they are to be filled. surplus: groups begun beyond what batches need."""
+    the user says, and they are to be filled. surplus: groups begun beyond what batches need. takes_overdue: batches
+    have tokens beyond the bound, where there are any."""
 
     per_batch: int
     bound: int
@@ -19,6 +20,7 @@ class ConcurrencySettings(Struct, frozen=True):
     fixed: bool
     n_engines: int = 1
     surplus: int = 0
+    takes_overdue: bool = True
 
     @property
     def places(self) -> int:
@@ -41,4 +43,5 @@ def settings_of(job: Job, n_engines: int) -> ConcurrencySettings | None:
         fixed=job.rollout.max_running is not None,
         n_engines=n_engines,
         surplus=job.batch.surplus,
+        takes_overdue=job.overdue in ("mask", "allow"),
     )
