@@ -103,6 +103,29 @@ def test_a_kept_launcher_ends_its_fork_server_in_the_middle_of_an_import(tmp_pat
     assert not [pid for pid in alive_with("realgraph fork server") if parent_of(pid) == os.getpid()]
 
 
+@pytest.mark.parametrize(("entry", "status"), [("quitting", 7), ("stubborn", -signal.SIGKILL)])
+def test_a_fork_server_needs_nothing_that_macos_lacks(tmp_path: Path, entry: str, status: int) -> None:
+    """Python before 3.13 has no `os.waitid` there, and no system but Linux gives orphans to who adopts them."""
+    (tmp_path / "as_on_macos.py").write_text("import os, sys\nsys.platform = 'darwin'\ndel os.waitid, os.pidfd_open\n")
+    sys.path.insert(0, str(tmp_path))
+
+    async def ends() -> set[tuple[int, int]]:
+        program = WorkerProgram(f"tests.launches:{entry}", ("as_on_macos",))
+        fleet = await LocalLauncher().start(boots_in(tmp_path, 2), program, 60)
+        if status < 0:
+            await fleet.kill(0)
+            await fleet.kill(1)
+        found = {await fleet.wait_exit() for _ in range(2)}
+        await fleet.terminate(0)
+        return found
+
+    try:
+        assert asyncio.run(asyncio.wait_for(ends(), 60)) == {(0, status), (1, status)}
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert not alive_with(str(tmp_path))
+
+
 @pytest.mark.parametrize("number", processes.END_SIGNALS)
 def test_no_interrupt_ends_a_fork_server_not_even_while_it_starts(number: signal.Signals) -> None:
     ours, theirs = socket.socketpair()

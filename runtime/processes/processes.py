@@ -303,12 +303,10 @@ class _Children:
     def _reap(self, options: int) -> None:
         before = len(self._pids)
         for number, pid in tuple(self._pids.items()):
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | options) is None:
-                continue
-            _kill_group(pid)  # what it left behind, while the zombie still keeps its number from being used again
-            _, status = os.waitpid(pid, 0)
-            del self._pids[number]
-            self._tell(Exited(number, os.waitstatus_to_exitcode(status)))
+            status = _end(pid, options)
+            if status is not None:
+                del self._pids[number]
+                self._tell(Exited(number, status))
         if len(self._pids) < before:
             self._await_strays()
         self._reap_strays()
@@ -343,6 +341,21 @@ class _Children:
     def _tell(self, event: Event) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is gone: the next read ends us
             self._owner.sendall(frame(event))
+
+
+def _end(pid: int, options: int) -> int | None:
+    """Reap a child that has ended, and kill what its group has left; its exit code, or -N. None: it has not ended.
+    options: WNOHANG, or 0 to wait for it."""
+    if hasattr(os, "waitid"):  # not on macOS before Python 3.13
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | options) is None:
+            return None
+        _kill_group(pid)  # while the zombie still keeps its number from being used again
+    ended, status = os.waitpid(pid, options)
+    if not ended:
+        return None
+    if not hasattr(os, "waitid"):
+        _kill_group(pid)  # where any of it is left, that keeps the number
+    return os.waitstatus_to_exitcode(status)
 
 
 def _kill_group(leader: int) -> None:
