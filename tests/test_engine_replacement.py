@@ -85,7 +85,7 @@ def run_until(simulator: Simulator, step: int) -> None:
 def test_an_engine_that_comes_late_takes_the_newest_weights_and_then_groups(interrupt: str) -> None:
     """None before: the simulated workers refuse groups whose weights they lack. It alone gets those weights where the
     others have them."""
-    shape = Shape(n_workers=2 * N_ENGINES, split=True, staleness=2, steps=30, interrupt=interrupt)  # type: ignore[arg-type]
+    shape = Shape(n_workers=2 * N_ENGINES, split=True, groups=12, staleness=2, steps=30, interrupt=interrupt)  # type: ignore[arg-type]
     simulator = Simulator(shape, random.Random(2))
     run_until(simulator, 5)
     simulator.lose(2)
