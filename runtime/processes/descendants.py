@@ -1,8 +1,9 @@
-"""All that this process has started, and what that started in turn: adopted, counted, and killed whole. Linux.
+"""All that this process has started, and what that started in turn: adopted, counted, and killed whole.
 
-A daemon leaves its parent, its session and its process group, but not its ancestors: where one of those has said
-`adopt_orphans`, the kernel gives it every descendant whose parent has ended. So nothing is left once no child is left.
-Imports nothing of ours and nothing heavy: the smallest of our processes use it.
+On Linux; elsewhere a child and its process group alone. A daemon leaves its parent, its session and its process group,
+but not its ancestors: where one of those has said `adopt_orphans`, the kernel gives it every descendant whose parent has
+ended. So nothing is left once no child is left. Imports nothing of ours and nothing heavy: the smallest of our processes
+use it.
 """
 
 import contextlib
@@ -101,6 +102,27 @@ def is_childless() -> bool:
     except ChildProcessError:
         return True
     return False
+
+
+def reap_with_group(pid: int, options: int) -> int | None:
+    """Reap a child that has ended, and kill what its group has left; its exit code, or -N. None: it has not ended.
+    options: WNOHANG, or 0 to wait for it."""
+    if hasattr(os, "waitid"):  # not on macOS before Python 3.13
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | options) is None:
+            return None
+        kill_group(pid)  # while the zombie still keeps its number from being used again
+    ended, status = os.waitpid(pid, options)
+    if not ended:
+        return None
+    if not hasattr(os, "waitid"):
+        kill_group(pid)  # where any of it is left, that keeps the number
+    return os.waitstatus_to_exitcode(status)
+
+
+def kill_group(leader: int) -> None:
+    """Kill the process group that a child of ours leads."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # no group yet, or (macOS) only zombies are in it
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _numbers() -> Iterator[int]:

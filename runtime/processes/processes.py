@@ -32,7 +32,13 @@ from typing import NoReturn
 import msgspec
 from msgspec import Struct
 
-from realgraph.runtime.processes.descendants import adopt_orphans, is_childless, kill_descendants
+from realgraph.runtime.processes.descendants import (
+    adopt_orphans,
+    is_childless,
+    kill_descendants,
+    kill_group,
+    reap_with_group,
+)
 from realgraph.runtime.processes.titles import set_title
 from realgraph.runtime.wire.frames import cut, framed
 
@@ -298,12 +304,12 @@ class _Children:
             return
         os.kill(pid, signum)
         if signum == signal.SIGKILL:
-            _kill_group(pid)
+            kill_group(pid)
 
     def _reap(self, options: int) -> None:
         before = len(self._pids)
         for number, pid in tuple(self._pids.items()):
-            status = _end(pid, options)
+            status = reap_with_group(pid, options)
             if status is not None:
                 del self._pids[number]
                 self._tell(Exited(number, status))
@@ -341,27 +347,6 @@ class _Children:
     def _tell(self, event: Event) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is gone: the next read ends us
             self._owner.sendall(frame(event))
-
-
-def _end(pid: int, options: int) -> int | None:
-    """Reap a child that has ended, and kill what its group has left; its exit code, or -N. None: it has not ended.
-    options: WNOHANG, or 0 to wait for it."""
-    if hasattr(os, "waitid"):  # not on macOS before Python 3.13
-        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | options) is None:
-            return None
-        _kill_group(pid)  # while the zombie still keeps its number from being used again
-    ended, status = os.waitpid(pid, options)
-    if not ended:
-        return None
-    if not hasattr(os, "waitid"):
-        _kill_group(pid)  # where any of it is left, that keeps the number
-    return os.waitstatus_to_exitcode(status)
-
-
-def _kill_group(leader: int) -> None:
-    """Kill the process group that a child of ours leads."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # no group yet, or (macOS) only zombies are in it
-        os.killpg(leader, signal.SIGKILL)
 
 
 def _child(request: Spawn, parent: int) -> NoReturn:
