@@ -1,9 +1,9 @@
 """All that this process has started, and what that started in turn: adopted, counted, and killed whole.
 
 On Linux; elsewhere a child and its process group alone. A daemon leaves its parent, its session and its process group,
-but not its ancestors: where one of those has said `adopt_orphans`, the kernel gives it every descendant whose parent has
-ended. So nothing is left once no child is left. Imports nothing of ours and nothing heavy: the smallest of our processes
-use it.
+but not its ancestors: where one of those has said `adopt_orphans`, the kernel gives it every descendant whose parent
+has ended. So nothing is left once no child is left. Imports nothing of ours and nothing heavy: the smallest of our
+processes use it.
 """
 
 import contextlib
