@@ -1,6 +1,7 @@
 """Functions of `kind: function` calls: the built-in ones by name, with purpose and arguments (the runtime implements
 them), and those that leave groups or samples out of training, since they write `keep`."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
@@ -8,6 +9,7 @@ from msgspec import Struct
 
 from realgraph.graphs.spec import Advantage, Function, ModelCall, Train
 
+USERS_OWN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")  # module:function
 BUILTINS: dict[str, str] = {
     "exact_match": "1.0 where the text, without surrounding space, is the answer; keys: text, answer",
     "last_number": "1.0 where the last number in the text equals the answer's last number; keys: text, answer",
@@ -77,3 +79,14 @@ def least_samples(calls: Mapping[str, ModelCall], samples_per_group: int) -> int
         return 1
     asked = call.min_samples or (2 if any(comparing(calls)) else 1)
     return min(asked, samples_per_group)
+
+
+def name_hint(fn: str) -> str:
+    """The hint for a file's path, a call or dots alone, such as `rewards/math.py:score`: the `module:function` that is
+    meant. "" for anything else."""
+    module, colon, function = fn.removesuffix("()").rpartition(":")
+    if not colon:
+        module, _, function = fn.removesuffix("()").rpartition(".")
+    own = f"{module.removeprefix('./').removesuffix('.py').replace('/', '.')}:{function}"
+    is_meant = USERS_OWN.fullmatch(own) and own != fn and function != "py"
+    return f"did you mean {own!r}?" if is_meant else ""

@@ -6,13 +6,10 @@ from collections.abc import Iterator
 from realgraph.graphs.applied import applied_of
 from realgraph.graphs.errors import Problem, suggest
 from realgraph.graphs.facts import Facts
-from realgraph.graphs.functions import BUILTINS, SIGNATURES, Signature
+from realgraph.graphs.functions import BUILTINS, SIGNATURES, USERS_OWN, Signature, name_hint
 from realgraph.graphs.infer import Draft, parse_type
 from realgraph.graphs.keys import ids_keyword, is_prompt
 from realgraph.graphs.spec import Function
-
-_USERS_OWN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NAMES = "list variables by name, such as env: [OPENAI_API_KEY]"
@@ -21,15 +18,15 @@ _NAMES = "list variables by name, such as env: [OPENAI_API_KEY]"
 def function_name(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """A function is built in, or named `module:function`; `apply` takes only the user's own."""
     for name, function in draft.of(Function):
-        if function.fn not in BUILTINS and not _USERS_OWN.fullmatch(function.fn):
+        if function.fn not in BUILTINS and not USERS_OWN.fullmatch(function.fn):
             text = f"{function.fn!r} is neither a built-in function nor of the form module:function"
-            yield draft.problem(f"$.calls.{name}.fn", text, suggest(function.fn, BUILTINS))
+            hint = name_hint(function.fn) or suggest(function.fn, BUILTINS)
+            yield draft.problem(f"$.calls.{name}.fn", text, hint)
     for applied in applied_of(draft.spec.calls):
-        if not _USERS_OWN.fullmatch(applied.fn):
+        if not USERS_OWN.fullmatch(applied.fn):
             text = f"{applied.fn!r} is not of the form module:function"
-            yield draft.problem(
-                f"{applied.path}.fn", text, "name a pure function of packed tensors, such as my_maths:my_term"
-            )
+            hint = name_hint(applied.fn) or "name a pure function of packed tensors, such as my_maths:my_term"
+            yield draft.problem(f"{applied.path}.fn", text, hint)
 
 
 def function_arguments(draft: Draft, facts: Facts) -> Iterator[Problem]:

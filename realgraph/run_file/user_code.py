@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from realgraph.graphs.applied import applied_of
 from realgraph.graphs.errors import Problem, Where, reason, suggest
-from realgraph.graphs.functions import BUILTINS
+from realgraph.graphs.functions import BUILTINS, name_hint
 from realgraph.graphs.source import Absent, Definition, look_up, refusal
 from realgraph.graphs.spec import Function, ModelCall
 from realgraph.runtime.functions.functions import keyword_names
@@ -76,9 +76,8 @@ def _problems(use: Use, folder: Path, where: Where) -> Iterator[Problem]:
         return  # a rule of the language says so
     source = _find(module, folder)
     if isinstance(source, str):
-        hint = (
-            _spelling(module, folder) or f"expected {Path(*module.split('.'))}.py in {folder}, or an installed module"
-        )
+        expected = f"expected {Path(*module.split('.'))}.py in {folder}, or an installed module"
+        hint = name_hint(use.fn) or _spelling(module, folder) or expected
         yield Problem(where, f"can't find the module of {use.fn!r}: {source}", hint, RULE)
     elif source.file is not None:
         yield from _text_problems(use, path, source.file, where)
