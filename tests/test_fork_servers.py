@@ -18,7 +18,7 @@ from realgraph.runtime.processes.local import KILL_SECONDS, KeptLauncher, LocalL
 from realgraph.runtime.wire.frames import cut
 from tests.launches import SLEEP, alive_with, boots_in, children, start_entry
 from tests.traces import parent_of
-from tests.waiting import becomes_true
+from tests.waiting import becomes_true, until
 
 
 def _note(payload: bytes) -> None:
@@ -144,3 +144,20 @@ def test_no_interrupt_ends_a_fork_server_not_even_while_it_starts(number: signal
         with pytest.raises(subprocess.TimeoutExpired):
             server.wait(0.2)
     assert server.wait(10) == 0
+
+
+def test_a_fork_server_ends_without_a_word_when_its_owner_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    ours, theirs = socket.socketpair()
+    (tmp_path / "slow_to_load.py").write_text(
+        f"import time\nopen({str(tmp_path / 'loading')!r}, 'w')\ntime.sleep(0.5)\n"
+    )
+    with theirs, (tmp_path / "stderr").open("w") as stderr:
+        command = processes.command_line(theirs.fileno(), ("slow_to_load",))
+        server = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stderr=stderr)
+    assert until((tmp_path / "loading").exists)
+    ours.close()
+    assert server.wait(30) == 0
+    assert not (tmp_path / "stderr").read_text()

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -29,6 +30,9 @@ from realgraph.runtime.wire.frames import cut
 
 SERVER_DUMP_SECONDS = 0.5
 KILL_SECONDS = 5.0  # what the kernel may take to end killed processes
+# macOS ends a forked process that first uses its frameworks, as a request over HTTP does to find a proxy, unless its
+# parent's interpreter started with this.
+_FORKING = {"OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES"} if sys.platform == "darwin" else {}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
 
@@ -71,7 +75,7 @@ def open_server(pipe: socket.socket, modules: Sequence[str], threads: int) -> Fo
         return subprocess.Popen(
             processes.command_line(pipe.fileno(), tuple(modules)),
             stdin=subprocess.DEVNULL,
-            env={**variables(), **dict.fromkeys(_THREAD_VARIABLES, str(threads))},
+            env={**_FORKING, **variables(), **dict.fromkeys(_THREAD_VARIABLES, str(threads))},
             pass_fds=(pipe.fileno(),),
             start_new_session=True,
         )

@@ -208,9 +208,8 @@ def command_line(fd: int, preload: tuple[str, ...]) -> list[str]:
 
 def serve(fd: int, parent: int, preload: list[str]) -> None:
     """The fork server's whole life: preload modules, then start, signal and reap children until the owner hangs up."""
-    if (
-        sys.platform == "linux"
-    ):  # elsewhere an owner's end is seen on the socket alone: a thread must not be there to fork
+    # elsewhere an owner's end is seen on the socket alone: a thread must not be there to fork
+    if sys.platform == "linux":
         _set_death_signal(signal.SIGKILL)
     leave_end_signals()
     set_title("realgraph fork server")
@@ -228,7 +227,7 @@ def serve(fd: int, parent: int, preload: list[str]) -> None:
     if sys.platform == "linux":
         _set_death_signal(signal.SIGCONT)  # from here on there are children to be killed first, even if we are stopped
         adopt_orphans()
-    owner.sendall(frame(Preloaded(error)))
+    children.tell(Preloaded(error))
     children.serve()
 
 
@@ -296,7 +295,7 @@ class _Children:
                 inherited.close()
             _child(request, parent)
         self._pids[request.number] = pid
-        self._tell(Started(request.number, pid))
+        self.tell(Started(request.number, pid))
 
     def _signal(self, number: int, signum: int) -> None:
         pid = self._pids.get(number)  # not reaped, so the number is still its own
@@ -312,7 +311,7 @@ class _Children:
             status = reap_with_group(pid, options)
             if status is not None:
                 del self._pids[number]
-                self._tell(Exited(number, status))
+                self.tell(Exited(number, status))
         if len(self._pids) < before:
             self._await_strays()
         self._reap_strays()
@@ -344,7 +343,8 @@ class _Children:
         if sys.platform == "linux":
             kill_descendants(spare=tuple(self._pids.values()), seconds=_STRAY_SECONDS)
 
-    def _tell(self, event: Event) -> None:
+    def tell(self, event: Event) -> None:
+        """Send the owner an event."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is gone: the next read ends us
             self._owner.sendall(frame(event))
 
