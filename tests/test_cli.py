@@ -146,3 +146,21 @@ def test_schemas_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert json.loads((tmp_path / "realgraph.schema.json").read_text())["title"] == "A realgraph run file"
     assert (tmp_path / "reference.md").read_text().startswith("# YAML reference")
     assert typed("schema", "--out-dir", str(tmp_path / "none"), monkeypatch=monkeypatch) == 2
+
+
+def test_a_working_directory_that_is_gone_is_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert typed("check", "run.yaml", monkeypatch=monkeypatch) == 2
+    assert "the working directory can't be used: No such file or directory\n  hint: cd" in capsys.readouterr().err
+
+
+def test_the_measurements_of_a_run_alone_are_no_run_to_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed("plan", "--run", "runs/one", monkeypatch=monkeypatch) == 2
+    assert "hint: realgraph plan runs/one/config.yaml --run runs/one" in capsys.readouterr().err

@@ -171,9 +171,12 @@ def parse_value(text: str, shown: str) -> Tree:
 
 
 def parse_override(text: str) -> Document:
-    """`calls.train.lr=1e-5` -> a document with that one value. Raises ConfigError."""
+    """`calls.train.lr=1e-5`, or `$.calls.train.lr=1e-5` as messages have it -> a document with that one value.
+
+    Raises ConfigError.
+    """
     name, equals, value = text.partition("=")
-    keys = name.strip().split(".")
+    keys = name.strip().removeprefix("$.").split(".")
     if not equals or not all(keys):
         hint = "write path=value, such as calls.train.lr=1e-5"
         raise ConfigError([Problem(Where(COMMAND_LINE), f"{text!r} is not an override", hint)])
