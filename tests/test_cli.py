@@ -164,3 +164,16 @@ def test_the_measurements_of_a_run_alone_are_no_run_to_plan(
 ) -> None:
     assert typed("plan", "--run", "runs/one", monkeypatch=monkeypatch) == 2
     assert "hint: realgraph plan runs/one/config.yaml --run runs/one" in capsys.readouterr().err
+
+
+def test_a_run_directory_in_the_place_of_a_file_and_a_file_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "job.json").write_text("{}")
+    monkeypatch.chdir(tmp_path.parent)
+    name = tmp_path.name
+    assert typed("run", name, monkeypatch=monkeypatch) == 2
+    assert f"hint: go on with this run: realgraph run --resume {name}; its" in capsys.readouterr().err
+    assert typed("run", "--resume", f"{name}/checkpoints", monkeypatch=monkeypatch) == 2
+    assert f"hint: name a run directory: {tmp_path}\n" in capsys.readouterr().err

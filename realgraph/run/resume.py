@@ -63,9 +63,9 @@ def run_at(root: Path) -> RunFolder:
     """A directory that holds a run. Raises ConfigError."""
     folder = RunFolder(root.expanduser().absolute())
     if not folder.job.is_file():
-        raise ConfigError(
-            [Problem(Where(str(root)), "this is not a run directory: it has no job.json", "name a run directory")]
-        )
+        above = next((path for path in folder.root.parents if RunFolder(path).job.is_file()), None)
+        hint = "name a run directory" + (f": {above}" if above is not None else "")
+        raise ConfigError([Problem(Where(str(root)), "this is not a run directory: it has no job.json", hint)])
     return folder
 
 
