@@ -1,6 +1,7 @@
 """The command line. Parses, calls, and turns errors into exit codes; every command imports its own code when called."""
 
 import importlib.util
+import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -327,6 +328,7 @@ def main() -> None:
 def _exit_code() -> int:
     """The exit code of the command that was typed; its mistakes go to stderr."""
     try:
+        _working_directory()
         code = app(prog_name="realgraph", standalone_mode=False)
     except ConfigError as error:
         problems, code = error.problems, error.exit_code
@@ -338,6 +340,17 @@ def _exit_code() -> int:
     for problem in problems:
         say(problem, err=True)
     return code
+
+
+def _working_directory() -> None:
+    """Raises ConfigError where there is none, as after another shell has deleted it: all paths start there."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        text = f"the working directory can't be used: {error.strerror}"
+        raise ConfigError(
+            [Problem(Where(COMMAND_LINE), text, "cd to another one, and type the command again")]
+        ) from None
 
 
 def usage_problem(error: Exception) -> Problem:

@@ -146,3 +146,34 @@ def test_schemas_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert json.loads((tmp_path / "realgraph.schema.json").read_text())["title"] == "A realgraph run file"
     assert (tmp_path / "reference.md").read_text().startswith("# YAML reference")
     assert typed("schema", "--out-dir", str(tmp_path / "none"), monkeypatch=monkeypatch) == 2
+
+
+def test_a_working_directory_that_is_gone_is_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert typed("check", "run.yaml", monkeypatch=monkeypatch) == 2
+    assert "the working directory can't be used: No such file or directory\n  hint: cd" in capsys.readouterr().err
+
+
+def test_the_measurements_of_a_run_alone_are_no_run_to_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed("plan", "--run", "runs/one", monkeypatch=monkeypatch) == 2
+    assert "hint: realgraph plan runs/one/config.yaml --run runs/one" in capsys.readouterr().err
+
+
+def test_a_run_directory_in_the_place_of_a_file_and_a_file_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "job.json").write_text("{}")
+    monkeypatch.chdir(tmp_path.parent)
+    name = tmp_path.name
+    assert typed("run", name, monkeypatch=monkeypatch) == 2
+    assert f"hint: go on with this run: realgraph run --resume {name}; its" in capsys.readouterr().err
+    assert typed("run", "--resume", f"{name}/checkpoints", monkeypatch=monkeypatch) == 2
+    assert f"hint: name a run directory: {tmp_path}\n" in capsys.readouterr().err

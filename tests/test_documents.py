@@ -238,6 +238,7 @@ def test_overrides_round_trip(keys: list[str], value: Any) -> None:
         found = found[key]
     assert found == value or (isinstance(value, float) and math.isclose(found, value))
     assert document.where("$." + ".".join(keys)).file == "command line"
+    assert parse_override("$." + ".".join(keys) + "=" + text) == document  # as messages have the path
 
 
 @pytest.mark.parametrize("text", ["lr", "=3", "a..b=1", ".a=1", "a.=1", "lr=", "lr= ", "lr=[1", "lr=*x"])

@@ -9,6 +9,7 @@ import pytest
 
 from realgraph.commands.run import RunOptions, open_run
 from realgraph.graphs.errors import ConfigError
+from realgraph.run.ending import step_records
 from realgraph.run.resume import ResumeOptions, prepare_resume
 from tests.runs import GRPO, finish, home, numbers, records, write_run
 
@@ -84,10 +85,10 @@ def test_each_step_under_another_plan_has_the_numbers_of_one_run(whole: Path, tm
 
 def test_what_another_plan_can_not_change_is_refused(whole: Path, tmp_path: Path) -> None:
     folder, replan = begun(whole, tmp_path / "run"), ResumeOptions(replan=True)
-    with pytest.raises(ConfigError, match="can't change `params`"):
+    with pytest.raises(ConfigError, match=r"can't change `params\.lr`"):
         prepare_resume(folder, ["params.lr=1"], replan)
     other = shutil.copytree(whole.parent / "model", tmp_path / "other")
-    with pytest.raises(ConfigError, match="can't change `graph`"):
+    with pytest.raises(ConfigError, match=r"can't change `models\.actor\.path`"):
         prepare_resume(folder, [f"models.actor.path={other}"], replan)
     with pytest.raises(ConfigError, match=r"can't change `cluster`(.|\n)*--replan, or --plan PLAN"):
         prepare_resume(folder, ["cluster.memory_gb=3"])
@@ -95,3 +96,46 @@ def test_what_another_plan_can_not_change_is_refused(whole: Path, tmp_path: Path
         prepare_resume(folder, ["cluster.devices=2"], ResumeOptions(plan_file=folder / "plan.json"))
     with pytest.raises(ConfigError, match=r"--replan is for a resumed run(.|\n)*--resume DIR"):
         open_run(folder / "config.yaml", (), RunOptions(replan=True)).__enter__()
+
+
+def test_fewer_processes_than_one_are_no_way_out_of_too_little_memory(whole: Path, tmp_path: Path) -> None:
+    folder = begun(whole, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"no plan fits(.|\n)*hint: use a machine with more memory; or,.* raise it"):
+        prepare_resume(folder, ["cluster.memory_gb=0.001"], ResumeOptions(replan=True))
+
+
+def test_what_follows_from_the_plan_may_change_with_it(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The room that caches have beside other calls is no choice of the user's."""
+    folder = begun(whole, tmp_path / "run")
+    monkeypatch.setattr("realgraph.run.running.gives_up_caches", lambda request, plan: True)
+    assert prepare_resume(folder, [], ResumeOptions(replan=True)).job.gives_up_caches
+    assert not prepare_resume(folder, []).job.gives_up_caches
+
+
+def test_a_run_without_its_run_file_says_how_to_go_on(whole: Path, tmp_path: Path) -> None:
+    folder = begun(whole, tmp_path / "run")
+    (folder / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"the run file of this run is gone(.|\n)*step-\d{6}/ROLE"):
+        prepare_resume(folder, [])
+
+
+def test_a_line_that_is_no_record_does_not_stop_a_run_at_its_end(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = begun(whole, tmp_path / "run")
+    shutil.copy(whole / "metrics.jsonl", folder)
+    n_steps = len(step_records(prepare_resume(folder, [])))
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(bytes(8) + b"\n")
+    assert len(step_records(prepare_resume(folder, []))) == n_steps > 0
+    assert "no record of a run, left out" in capsys.readouterr().err
+
+
+def test_a_broken_link_in_a_run_directory_is_named(whole: Path, tmp_path: Path) -> None:
+    folder = begun(whole, tmp_path / "run")
+    shutil.rmtree(folder / "logs")
+    (folder / "logs").symlink_to(tmp_path / "gone")
+    finished = finish(whole.parent, "run", "--resume", str(folder), name="whole", code=2)
+    assert f"can't be written to at {folder}/logs: File exists" in finished.output()

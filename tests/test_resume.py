@@ -100,10 +100,10 @@ def test_what_a_resumed_run_may_change(whole: Path, tmp_path: Path) -> None:
     ("change", "where"),
     [
         ("seed=4", "seed"),
-        ("batch.groups=4", "batch"),
-        ("data.shuffle=false", "data"),
-        ("params.actor_lr=1e-5", "params"),
-        ("calls.train_actor.lr=1e-5", "graph"),
+        ("batch.groups=4", "batch.groups"),
+        ("data.shuffle=false", "data.shuffle"),
+        ("params.actor_lr=1e-5", "params.actor_lr"),
+        ("calls.train_actor.lr=1e-5", "calls.train_actor.lr"),
         ("staleness=1", "staleness"),
         ("cluster.devices=1", "cluster"),
         ("steps=9", "steps"),
@@ -114,7 +114,21 @@ def test_what_would_make_it_another_run_is_refused(whole: Path, tmp_path: Path, 
     with pytest.raises(ConfigError) as refused:
         prepare_resume(folder, [change])
     texts = [str(problem) for problem in refused.value.problems]
-    assert any("can't change" in text and where in text for text in texts), texts
+    assert all(text.startswith("command line: $.") and "change" in text for text in texts), texts
+    assert any(f"can't change `{where}`" in text or "depends on steps" in text for text in texts), texts
+
+
+def test_overrides_that_a_resumed_run_could_not_follow_are_refused(whole: Path, tmp_path: Path) -> None:
+    folder = copied(whole.parent, "whole", tmp_path / "run", 4)
+    with pytest.raises(ConfigError, match=r"\$.outputs.dir: a resumed run stays in its directory"):
+        prepare_resume(folder, [f"outputs.dir={tmp_path}/other"])
+    prepare_resume(folder, [f"outputs.dir={folder}"])
+    with pytest.raises(ConfigError, match=r"\$.steps: 4 steps of the run are done already: it can't end after 3"):
+        prepare_resume(folder, ["steps=3"])
+    for change in ("allocation.train_actor.tp=2", "constraints.reserve=1", "memory.quantile=0.6"):
+        with pytest.raises(ConfigError, match=r"keeps its plan(.|\n)*--replan") as refused:
+            prepare_resume(folder, [change])
+        assert [problem.where.path for problem in refused.value.problems] == [f"$.{change.partition('=')[0]}"]
 
 
 def test_what_can_not_be_resumed_says_why(whole: Path, tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ __all__ = ["place"]
         ("prompt: question", "prompt: questoin", "$.data.columns.prompt", "no column 'questoin'", "mean 'question'?"),
         ("groups: 4", "groups: 40", "$.batch.groups", "the data set has 10 rows", "at most 10"),
         ("groups: 4", "expected_new_tokens: 17", "$.batch.expected_new_tokens", "a sample has at most 16", ""),
+        ("steps: 3", "groups: 3", "$.groups", "unknown key 'groups'", "it belongs to `batch`"),
         ("groups: 4", "max_running: 4", "$.batch.max_running", "unknown key 'max_running'", "it belongs to `rollout`"),
         (
             "steps: 3",

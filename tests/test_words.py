@@ -252,3 +252,23 @@ def test_a_run_goes_on_where_nobody_takes_what_it_shows(tmp_path: Path) -> None:
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "done").exists()
+
+
+CHILD_OF_CLOSED = """
+import subprocess, sys
+from realgraph.screen.output import say, standard_streams
+with standard_streams():
+    say("nobody hears this")
+    own = open("own", "w")
+    words = "import sys; print('spilt'); sys.exit(None in (sys.stdin, sys.stdout, sys.stderr))"
+    own.write(str(subprocess.run([sys.executable, "-c", words]).returncode))
+"""
+
+
+def test_streams_that_were_closed_before_the_start_lead_nowhere_for_children_too(tmp_path: Path) -> None:
+    """As of `realgraph run FILE <&- >&- 2>&-`: what a child prints is not written into a file of the run."""
+    (tmp_path / "run.py").write_text(CHILD_OF_CLOSED)
+    command = ["sh", "-c", '"$0" run.py <&- >&- 2>&-', sys.executable]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(command, cwd=tmp_path, env=environment, timeout=90, check=False).returncode == 0
+    assert (tmp_path / "own").read_text() == "0"

@@ -130,7 +130,8 @@ def read_document(file: Path, shown: str) -> Document:
     try:
         text = read_text(file, MOST_BYTES)
     except OSError as error:
-        hint = _files_beside(file) if isinstance(error, FileNotFoundError) else ""
+        hint = _files_inside(file, shown) if isinstance(error, IsADirectoryError) else ""
+        hint = _files_beside(file) if isinstance(error, FileNotFoundError) else hint
         raise ConfigError([Problem(Where(shown), f"can't be read: {error.strerror or error}", hint)]) from error
     except UnicodeDecodeError as error:
         raise ConfigError([Problem(Where(shown), f"is not UTF-8 text: byte {error.start}")]) from error
@@ -140,6 +141,13 @@ def read_document(file: Path, shown: str) -> Document:
 def _files_beside(file: Path) -> str:
     """A hint for a file that is not there."""
     return suggest(file.name, (path.name for path in file.parent.glob("*.yaml"))) or "realgraph init writes a run file"
+
+
+def _files_inside(folder: Path, shown: str) -> str:
+    """A hint for a folder in the place of a file: of a run directory, its run file and how to go on."""
+    if (folder / "job.json").exists():
+        return f"go on with this run: realgraph run --resume {shown}; its run file is {shown}/config.yaml"
+    return suggest("run.yaml", (path.name for path in folder.glob("*.yaml"))) or "name a file"
 
 
 def parse_document(text: str, shown: str) -> Document:
@@ -171,9 +179,12 @@ def parse_value(text: str, shown: str) -> Tree:
 
 
 def parse_override(text: str) -> Document:
-    """`calls.train.lr=1e-5` -> a document with that one value. Raises ConfigError."""
+    """`calls.train.lr=1e-5`, or `$.calls.train.lr=1e-5` as messages have it -> a document with that one value.
+
+    Raises ConfigError.
+    """
     name, equals, value = text.partition("=")
-    keys = name.strip().split(".")
+    keys = name.strip().removeprefix("$.").split(".")
     if not equals or not all(keys):
         hint = "write path=value, such as calls.train.lr=1e-5"
         raise ConfigError([Problem(Where(COMMAND_LINE), f"{text!r} is not an override", hint)])

@@ -222,7 +222,11 @@ def _fields(kind: inspect.Type, struct: inspect.StructType, value: Branch, path:
         if key not in known:
             hint = suggest(key, known)
             meant.update(name for name in known if repr(name) in hint)
-            yield child(path, key), f"unknown key {key!r}{_of(struct)}", _elsewhere(kind, struct, key) or hint
+            yield (
+                child(path, key),
+                f"unknown key {key!r}{_of(struct)}",
+                _elsewhere(kind, struct, key) or _inside(fields, key) or hint,
+            )
     for name, field in fields.items():
         if name in value:
             wrong = mismatches(field.type, value[name], child(path, name))
@@ -248,6 +252,12 @@ def _sections_beside(fields: Mapping[str, inspect.Field], name: str, section: Tr
         for key, others in found.items()
         if others and key not in own
     }
+
+
+def _inside(fields: Mapping[str, inspect.Field], key: str) -> str:
+    """Names the sections at this place that do have the key."""
+    sections = [f"`{name}`" for name, field in fields.items() if key in _keys(field.type)]
+    return f"it belongs to {' or '.join(sections)}" if sections else ""
 
 
 def _keys(kind: inspect.Type) -> Collection[str]:

@@ -256,7 +256,9 @@ def _memory_problem(request: PlanRequest, tight: Tight, changes: Sequence[str]) 
     )
     more = "use more devices, or devices with more memory"
     if request.cluster.is_cpu:  # its processes share the machine's memory: more of them have less each
-        more = f"set cluster.devices below {request.cluster.devices_per_node}: they share the memory of one machine"
+        fewer = f"set cluster.devices below {request.cluster.devices_per_node}: they share the memory of one machine"
+        first = fewer if request.cluster.devices_per_node > 1 else "use a machine with more memory"
+        more = f"{first}; or, where cluster.memory_gb is set, raise it"
     hint = "; or ".join(changes) or more
     return Problem(Where(path="$.cluster"), text, hint, "memory")
 

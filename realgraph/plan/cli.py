@@ -158,6 +158,8 @@ def _dispatch(file: Path | None, overrides: list[str], problem: Path | None, opt
             raise _mistake("--problem takes no run file", f"leave {file} out")
         problem_command(problem, options)
     elif file is None:
+        if (run := options.run_dir) is not None:
+            raise _mistake("--run DIR takes a run file too", f"realgraph plan {run}/config.yaml --run {run}")
         raise _mistake("which run?", "realgraph plan FILE; realgraph init writes a run file")
     else:
         from realgraph.plan.command import plan_command

@@ -16,6 +16,7 @@ from realgraph.runtime.master.master import RunOutcome
 from realgraph.runtime.master.observer import PlannedSeconds, RunRecord, StepRecord
 from realgraph.runtime.master.step_metrics import planned_of
 from realgraph.runtime.wire.protocol import PEAK_BYTES
+from realgraph.screen.output import say
 
 
 def next_lines(outcome: RunOutcome, prepared: PreparedRun) -> Iterator[str]:
@@ -50,13 +51,23 @@ def next_lines(outcome: RunOutcome, prepared: PreparedRun) -> Iterator[str]:
 
 
 def step_records(prepared: PreparedRun) -> list[StepRecord]:
-    """The steps that the run has on record."""
-    if not prepared.folder.metrics.exists():
-        return []
+    """The steps that the run has on record. A line that is no record, such as after a power failure, is a warning."""
+    file, steps = prepared.folder.metrics, list[StepRecord]()
+    if not file.exists():
+        return steps
     decode = msgspec.json.Decoder(RunRecord).decode
-    with prepared.folder.metrics.open("rb") as lines:
-        whole = (line for line in lines if line.endswith(b"\n"))  # a full disk has cut the last one off
-        return [record for record in map(decode, whole) if isinstance(record, StepRecord)]
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                break  # a full disk has cut it off
+            try:
+                record = decode(line)
+            except msgspec.MsgspecError as error:
+                say(f"warning: {file}:{number}: no record of a run, left out: {error}", err=True)
+                continue
+            if isinstance(record, StepRecord):
+                steps.append(record)
+    return steps
 
 
 def memory_lines(prepared: PreparedRun, steps: Sequence[StepRecord]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, reason
 from realgraph.graphs.spec import Train
+from realgraph.graphs.yaml.document import COMMAND_LINE, child
 from realgraph.graphs.yaml.files import read_file
 from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
@@ -25,13 +26,16 @@ from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.manifest import FileSum
 from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.master.checkpoint_folders import recover
-from realgraph.runtime.master.checkpoints import Damaged, newest_intact
+from realgraph.runtime.master.checkpoints import Damaged, newest_intact, step_of
 from realgraph.runtime.processes.environment import variables
 
 # What a resumed run may change: nothing that its next losses depend on, and by another plan on nothing but rounding.
 CHANGEABLE = ("name", "steps", "eval", "checkpoint", "outputs", "runtime")
 BY_PLAN = ("plan", "cluster")
-APART = ("run_dir", "data_sums", "eval_sums")  # may differ, or are compared by themselves
+OF_SEARCH = ("allocation", "constraints", "memory")  # sections that only a new plan follows
+_BY_PLAN_HINT = "add --replan, or --plan PLAN, to go on under another plan: losses are equal to rounding then"
+APART = ("run_dir", "data_sums", "eval_sums", "gives_up_caches")  # may differ, or are compared by themselves
+AS_WRITTEN = ("data", "batch", "rollout", "params")  # sections of the run file that a job has as they are
 
 
 class ResumeOptions(Struct, frozen=True):
@@ -59,9 +63,9 @@ def run_at(root: Path) -> RunFolder:
     """A directory that holds a run. Raises ConfigError."""
     folder = RunFolder(root.expanduser().absolute())
     if not folder.job.is_file():
-        raise ConfigError(
-            [Problem(Where(str(root)), "this is not a run directory: it has no job.json", "name a run directory")]
-        )
+        above = next((path for path in folder.root.parents if RunFolder(path).job.is_file()), None)
+        hint = "name a run directory" + (f": {above}" if above is not None else "")
+        raise ConfigError([Problem(Where(str(root)), "this is not a run directory: it has no job.json", hint)])
     return folder
 
 
@@ -78,10 +82,16 @@ def prepare_resume(root: Path, overrides: Sequence[str], options: ResumeOptions 
     checkpoint, damaged = newest_intact(folder)
     if checkpoint is None:
         raise _nothing_left(folder, damaged)
+    if not folder.config.exists():
+        hint = f"put it back, or start a new run from the newest checkpoint: models.ROLE.path={checkpoint}/ROLE"
+        raise ConfigError([Problem(Where(str(folder.config)), "the run file of this run is gone", hint)])
     checked = check_run(folder.config, overrides)
+    _refuse_overrides(checked, folder, step_of(checkpoint), () if options.plans else OF_SEARCH)
     refuse_unset(checked, variables())
     plan, request = _planned_anew(checked, options) if options.plans else _kept_plan(old, checked)
     new = with_sums(replace(job_of(checked, request, plan, folder), user_dir=old.user_dir))
+    if not options.plans:
+        new = replace(new, gives_up_caches=old.gives_up_caches)  # it follows from the plan
     refuse_changes(old, new, checked, (*CHANGEABLE, *(BY_PLAN if options.plans else ())))
     if not options.new_data:
         _refuse_data(old, new, checked)
@@ -134,10 +144,35 @@ def read_job(folder: RunFolder) -> Job:
         why = reason(error)
     except (msgspec.MsgspecError, RecursionError) as error:
         why = str(error)
-    raise ConfigError([Problem(Where(str(folder.job)), f"the run can't be read: {why}")])
+    hint = f"put it back, or start a new run from a checkpoint: models.ROLE.path={folder.checkpoints}/step-N/ROLE"
+    raise ConfigError([Problem(Where(str(folder.job)), f"the run can't be read: {why}", hint)])
 
 
 # --- what must be equal -----------------------------------------------------------------------------------------------
+
+
+def _refuse_overrides(checked: Checked, folder: RunFolder, done: int, unheard: Sequence[str]) -> None:
+    """Raises ConfigError for what a run can't follow that has its directory already, and `done` steps.
+
+    unheard: sections that have had their effect.
+    """
+    problems = []
+    marks = checked.composed.resolved.document.marks
+    given = [path for path, mark in marks.items() if mark.file == COMMAND_LINE and path.split(".")[1:2]]
+    for path in given:
+        last = not any(other.startswith(f"{path}.") for other in given)
+        if last and path.split(".")[1] in unheard:
+            text = "a resumed run keeps its plan, which does not follow this"
+            problems.append(Problem(checked.where(path), text, _BY_PLAN_HINT))
+    where, named = checked.where("$.outputs.dir"), checked.run.outputs.dir
+    if named and where.file == COMMAND_LINE and Path(named).expanduser().resolve() != folder.root.resolve():
+        hint = "leave it out; to have the run elsewhere, move or copy its directory first"
+        problems.append(Problem(where, f"a resumed run stays in its directory, {folder.root}", hint))
+    if (steps := checked.run.steps) < done:
+        text = f"{done} steps of the run are done already: it can't end after {steps}"
+        problems.append(Problem(checked.where("$.steps"), text, f"set at least {done}"))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _same_machine(old: Cluster, new: Cluster, spec: ClusterSpec) -> Cluster:
@@ -158,16 +193,17 @@ def _same_machine(old: Cluster, new: Cluster, spec: ClusterSpec) -> Cluster:
 def refuse_changes(old: Job, new: Job, checked: Checked, changeable: Sequence[str] = CHANGEABLE) -> None:
     """Raises ConfigError for every change that would make the resumed run another run."""
     problems = []
-    for name in Job.__struct_fields__:
-        before, after = getattr(old, name), getattr(new, name)
-        if name not in (*changeable, *APART) and msgspec.json.encode(before) != msgspec.json.encode(after):
-            text = f"a resumed run can't change `{name}`: it would no longer be the run that was interrupted"
-            hint = (
-                f"it may change {', '.join(CHANGEABLE)}; for anything else start a new run from the checkpoint's model"
-            )
-            if name in BY_PLAN:
-                hint = "add --replan, or --plan PLAN, to go on under another plan: losses are equal to rounding then"
-            problems.append(Problem(checked.where(f"$.{name}"), text, hint))
+    changed = {name: path for name in Job.__struct_fields__ if (path := _changed_path(old, new, name))}
+    names = [name for name in changed if name not in (*changeable, *APART)]
+    for name in names:
+        path = changed[name]
+        if path == "$.graph" and len(names) > 1:
+            continue  # none of its values: it follows from what else has changed
+        text = f"a resumed run can't change `{path[2:]}`: it would no longer be the run that was interrupted"
+        hint = f"it may change {', '.join(CHANGEABLE)}; for anything else start a new run from the checkpoint's model"
+        if name in BY_PLAN:
+            hint = _BY_PLAN_HINT
+        problems.append(Problem(checked.where(path), text, hint))
     if old.steps != new.steps:
         for name, call in new.graph.calls.items():
             if isinstance(call, Train) and call.optimizer.schedule != "constant":
@@ -176,6 +212,30 @@ def refuse_changes(old: Job, new: Job, checked: Checked, changeable: Sequence[st
                 problems.append(Problem(checked.where("$.steps"), text, "a constant schedule can be made longer"))
     if problems:
         raise ConfigError(problems)
+
+
+def _changed_path(old: Job, new: Job, name: str) -> str:
+    """The YAML path of the first value that differs in a field of a job; '' where none does."""
+    before, after = msgspec.to_builtins(getattr(old, name)), msgspec.to_builtins(getattr(new, name))
+    if msgspec.json.encode(before) == msgspec.json.encode(after):
+        return ""
+    if name in AS_WRITTEN:
+        return _first_difference(before, after, f"$.{name}")
+    if name == "graph":
+        parts = (_first_difference(before[part], after[part], f"$.{part}") for part in ("calls", "models"))
+        if path := next(filter(None, parts), ""):
+            return path
+    return f"$.{name}"
+
+
+def _first_difference(before: object, after: object, path: str) -> str:
+    """The path of the first value that differs; '' where none does."""
+    if not isinstance(before, dict) or not isinstance(after, dict):
+        return path if msgspec.json.encode(before) != msgspec.json.encode(after) else ""
+    for key in {**before, **after}:
+        if found := _first_difference(before.get(key), after.get(key), child(path, key)):
+            return found
+    return ""
 
 
 def _refuse_data(old: Job, new: Job, checked: Checked) -> None:

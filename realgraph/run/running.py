@@ -58,8 +58,11 @@ def owned(folder: RunFolder) -> Iterator[None]:
 
 def unwritable_folder(folder: RunFolder, error: OSError) -> ConfigError:
     """The run directory can't be written to."""
-    text = f"the run directory {folder.root} can't be written to: {error.strerror or error}"
-    return ConfigError([Problem(Where(path="$.outputs.dir"), text, "choose another outputs.dir, or make room")])
+    name = str(error.filename or folder.root)
+    at = "" if name == str(folder.root) else f" at {name}"
+    text = f"the run directory {folder.root} can't be written to{at}: {error.strerror or error}"
+    hint = "make room, or repair it; a new run may have another outputs.dir"
+    return ConfigError([Problem(Where(path="$.outputs.dir"), text, hint)])
 
 
 def prepare(
@@ -145,6 +148,7 @@ def claim(prepared: PreparedRun) -> None:
         text = f"{folder.root} holds a run already"
         hint = f"go on with it: realgraph run --resume {folder.root}; or choose another outputs.dir"
         raise ConfigError([Problem(Where(path="$.outputs.dir"), text, hint)])
+    folder.logs.mkdir(parents=True, exist_ok=True)
     for checkpoint in prepared.damaged:
         set_aside(checkpoint.path)
     if prepared.resume is not None:

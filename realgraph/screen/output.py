@@ -111,6 +111,7 @@ def standard_streams() -> Iterator[None]:
 
     Where stderr fails too, only the exit code is left to report it.
     """
+    _fill_closed()
     before = sys.stdout, sys.stderr
     for stream in before:
         if isinstance(stream, io.TextIOWrapper):
@@ -129,6 +130,18 @@ def standard_streams() -> Iterator[None]:
         sys.exit(UNWRITABLE)
     finally:
         sys.stdout, sys.stderr = before
+
+
+def _fill_closed() -> None:
+    """Descriptors 0 to 2 of those streams that were closed before the process began: they lead nowhere.
+
+    Else the next file or socket would get their number, and a child would take it for its own stream, or have none.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
 
 
 def _nowhere() -> TextIO:
