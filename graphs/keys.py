@@ -1,5 +1,6 @@
 """Types of the keys that flow along the edges of a graph: level, dtype, and what a log-probability means."""
 
+import sys
 from typing import Literal
 
 from msgspec import Struct
@@ -10,6 +11,7 @@ DType = Literal["bool", "int32", "int64", "float32", "float64", "tokens", "text"
 LEVELS: tuple[Level, ...] = ("step", "group", "sample", "token")
 # those that data and functions may have
 DTYPES: tuple[DType, ...] = ("bool", "int32", "int64", "float32", "float64", "tokens", "text", "json")
+_LARGEST = {"int32": 2**31 - 1, "int64": 2**63 - 1, "float32": (2 - 2**-23) * 2.0**127, "float64": sys.float_info.max}
 
 
 class LogprobSemantics(Struct, frozen=True):
@@ -31,6 +33,12 @@ class KeyType(Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.level} {self.dtype}"
+
+
+def fits(value: int | float, dtype: DType) -> bool:
+    """True of a finite number within the range of a numeric dtype."""
+    largest = _LARGEST[dtype]
+    return -largest - dtype.startswith("int") <= value <= largest
 
 
 def parse_key_type(text: str) -> KeyType:

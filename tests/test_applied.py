@@ -76,6 +76,12 @@ def changes(batch, outputs):
 async def later(batch, outputs):
     return outputs.logprobs
 
+def no_number(batch, outputs):
+    return outputs.logprobs.log()
+
+def no_slope(batch, outputs):
+    return torch.where(batch.mask, outputs.logprobs, (0 * outputs.logprobs).sqrt())
+
 def in_place(batch, outputs):
     squared = outputs.logprobs.exp()
     loss = squared * squared
@@ -123,6 +129,9 @@ def test_functions_that_work_are_called_once(host: FunctionHost, folder: Path) -
         "train.still: mine:constant: its loss does not depend on the model's outputs: "
         "it has no gradient and trains nothing",
     ]
+    for fn, said in (("no_number", "its loss is nan"), ("no_slope", "its gradient is not finite")):
+        (line,) = try_applied(graph_with({}, {"own": {"fn": f"mine:{fn}"}}), host, str(folder))
+        assert f"train.own: mine:{fn}: on made-up numbers {said}" in line
     (line,) = try_applied(graph_with({"own": {"fn": "mine:infinite"}}, {}), host, str(folder))
     assert "on made-up numbers the advantage of sample 0 is not finite" in line
 
@@ -222,6 +231,12 @@ def test_a_failure_in_the_run_names_entry_function_and_line() -> None:
     failed = failure(1, "advantage", caught.value)
     assert (failed.kind, failed.call, failed.worker) == ("function", "advantage", 1)
     assert "KeyError: 'reward'" in failed.detail
+
+
+def test_a_step_takes_no_gradient_along() -> None:
+    batch = made_up({}, (2, 2))
+    call = AppliedCall("step 'own'", "mine:scaled", lambda batch, running: torch.nn.Parameter(running) * 2, (), {})
+    assert not apply_step(call, batch, torch.ones(batch.n_samples)).requires_grad
 
 
 def test_a_term_over_groups_gets_them_whole() -> None:

@@ -120,6 +120,14 @@ def test_a_kl_asked_for_and_switched_off_is_refused() -> None:
     )
 
 
+def test_a_column_that_is_no_input_yet_is_told_to_be_made_one() -> None:
+    with pytest.raises(ConfigError) as refused:
+        graph_of(change(rl_tree(), {"calls.reward.reads": ["text", "answer", "data_source"]}))
+    (problem,) = refused.value.problems
+    assert problem.text == "no call writes 'data_source', which the call 'reward' reads"
+    assert problem.hint.startswith("a column of the data is an input: inputs: {data_source: group text}")
+
+
 @pytest.mark.parametrize("off", [False, 0, 0.0, "", None])
 def test_what_switches_off(off: object) -> None:
     tree = change(rl_tree(), {"calls.extra": {"kind": "function", "fn": "m:f", "when": off}})

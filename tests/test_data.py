@@ -92,6 +92,37 @@ def test_a_bad_row_names_its_file_line_and_column(tmp_path: Path, rows: list[Any
     assert re.search(said, told(error)), told(error)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "value", "said"),
+    [
+        ("int32", 2**31, "expected a finite number within int32, got int 2147483648"),
+        ("int64", 2**63, "expected a finite number within int64, got int 9223372036854775808"),
+        ("int64", 0.5, "expected int64, got float 0.5"),
+        ("float32", 1e39, "expected a finite number within float32, got float 1e+39"),
+        ("float64", 10**400, "expected a finite number within float64, got int 1000"),
+        ("float32", "0.5", "expected float32, got str '0.5': a number stands without quotes"),
+        ("float32", True, "expected float32, got bool True"),
+    ],
+)
+def test_numbers_that_their_dtype_cannot_hold_are_refused(tmp_path: Path, dtype: str, value: Any, said: str) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "1", "n": value}])
+    inputs = {"prompt": INPUTS["prompt"], "n": parse_key_type(f"group {dtype}")}
+    data = DataSet(DataSpec(path), inputs, PLAIN)
+    with pytest.raises(ConfigError) as error:
+        data.row(0)
+    assert f"a.jsonl:1: $.n: {said}" in told(error)
+
+
+@pytest.mark.parametrize(("dtype", "cell"), [("int64", "inf"), ("float32", "nan"), ("int32", "nan")])
+def test_numbers_of_csv_that_are_not_finite_are_refused(tmp_path: Path, dtype: str, cell: str) -> None:
+    (tmp_path / "a.csv").write_text(f"prompt,n\n1,{cell}\n")
+    inputs = {"prompt": INPUTS["prompt"], "n": parse_key_type(f"group {dtype}")}
+    data = DataSet(DataSpec(str(tmp_path / "a.csv")), inputs, PLAIN)
+    with pytest.raises(ConfigError) as error:
+        data.row(0)
+    assert f"a.csv:2: $.n: expected a finite number within {dtype}, got float {cell}" in told(error)
+
+
 def test_a_bad_value_in_parquet_names_its_row(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1", ""], "answer": ["a", "b"]}), tmp_path / "a.parquet")
     data = DataSet(DataSpec(str(tmp_path / "a.parquet")), INPUTS, PLAIN)

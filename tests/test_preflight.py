@@ -22,9 +22,10 @@ from realgraph.planner.plan.plan import Hashes, Plan
 from realgraph.runtime.data import hub
 from realgraph.runtime.data.data import DataSet
 from realgraph.runtime.data.tokenize import load_tokenizer
-from realgraph.runtime.job.job import BatchSpec, DataSpec, Job
+from realgraph.runtime.job.job import BatchSpec, DataSpec, EvalSpec, Job
 from realgraph.runtime.models.weights import resolve
 from realgraph.runtime.preflight.preflight import preflight, refuse_machine
+from realgraph.runtime.worker.loading import eval_data
 from tests.data_sets import PLAIN, WHOLE, make_tokenizer, write
 
 CLUSTER = Cluster(1, 2, "cpu", 2**30, 2**30, 1e10, 1e10, 1e10, 1e10, 1e10)
@@ -250,3 +251,9 @@ def test_a_tokenizer_without_an_end_or_a_template_is_told(tmp_path: Path) -> Non
         data = DataSet(DataSpec(write(tmp_path / "a.jsonl", [content])), WHOLE, bare)
         with pytest.raises(ConfigError, match=said):
             data.row(0)
+
+
+def test_held_out_prompts_of_the_test_split_are_cut_as_those_of_training(tmp_path: Path) -> None:
+    made = make_job(tmp_path, {}, ROWS, too_long="truncate_left", max_prompt_tokens=4, limit=5)
+    job = msgspec.structs.replace(made, eval=EvalSpec(every=1))
+    assert eval_data(job) == msgspec.structs.replace(job.data, split="test", limit=None)

@@ -162,10 +162,44 @@ def test_a_graph_file_in_place_of_a_run_file_is_told_so(place: Path) -> None:
     assert "realgraph init --graph" in problem.hint
 
 
+def test_a_csv_file_without_a_header_has_no_hint_that_breaks_off(place: Path) -> None:
+    (place / "data" / "train.csv").write_text("")
+    (place / "run.yaml").write_text(RUN.replace("train.jsonl", "train.csv").replace("{prompt: question}", "{}"))
+    hints = {problem.hint for problem in refused(place) if "no column" in problem.text}
+    assert hints == {"map it: data.columns.prompt: <column>", "map it: data.columns.answer: <column>"}
+
+
 def test_empty_data_are_told_so(place: Path) -> None:
     (place / "data" / "train.jsonl").write_text("")
     (problem,) = refused(place)
     assert (problem.where.path, problem.text) == ("$.data.path", "the data set is empty")
+
+
+def test_a_folder_of_splits_is_read_by_the_check_as_by_the_run(place: Path) -> None:
+    run = RUN.replace("data/train.jsonl", "data").replace("steps: 3", "steps: 3\neval: {every: 1}")
+    (place / "run.yaml").write_text(run)
+    (place / "data" / "test.jsonl").write_text('{"q": "1+1=", "answer": "2"}\n' * 90)
+    checked = check_run(place / "run.yaml")  # the columns are those of the training rows, and so is their number
+    assert checked.facts.n_rows == 10
+    (problem,) = refused(place, "data.split=dev")
+    assert (problem.where.path, problem.hint) == ("$.data.path", "the folder has: test, train")
+    (place / "data" / "test.jsonl").unlink()
+    (problem,) = refused(place)
+    assert "no test split" in problem.text
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [((), "the folder holds no .jsonl, "), (("a.csv", "b.jsonl"), "CSV and JSON lines files side by")],
+)
+def test_a_folder_that_is_no_data_set_is_refused(place: Path, files: tuple[str, ...], said: str) -> None:
+    (place / "more").mkdir()
+    for name in files:
+        (place / "more" / name).write_text("question,answer\n")
+    (place / "run.yaml").write_text(RUN.replace("data/train.jsonl", "more"))
+    (problem,) = refused(place)
+    assert problem.where.path == "$.data.path"
+    assert problem.text.startswith(f"{place / 'more'}: {said}")
 
 
 def test_mistakes_of_all_sorts_come_at_once(place: Path) -> None:

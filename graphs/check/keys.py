@@ -94,7 +94,11 @@ def _missing_hint(draft: Draft, call: str, read: Read) -> str:
     if meaning and not get_close_matches(read.key, draft.writes, 1, 0.6):
         return f"add an inference call with `output: {meaning}` and `writes: [{read.key}]`"
     own = {write.key for writes in draft.writes.values() for write in writes if write.call == call}
-    return suggest(read.key, draft.writes.keys() - own - (GENERATED.keys() - {"text", TOKENS}))
+    hint = suggest(read.key, draft.writes.keys() - own - (GENERATED.keys() - {"text", TOKENS}))
+    if hint.startswith("did") or not isinstance(draft.spec.calls[call], Function):
+        return hint
+    column = f"a column of the data is an input: inputs: {{{read.key}: group text}}, or another type"
+    return f"{column}; {hint}" if hint else column
 
 
 def duplicate_producer(draft: Draft, facts: Facts) -> Iterator[Problem]:

@@ -50,7 +50,8 @@ def missing_column(draft: Draft, facts: Facts) -> Iterator[Problem]:
         if column not in facts.columns and name not in (TOKENS, MASK):
             text = f"the data have no column {column!r} for the input {name!r}"
             close = suggest(column, facts.columns)
-            hint = close if name in facts.data_columns else f"map it: data.columns.{name}: <column>; {close}"
+            mapped = f"map it: data.columns.{name}: <column>"
+            hint = close if name in facts.data_columns else f"{mapped}; {close}" if close else mapped
             yield draft.problem(f"$.data.columns.{name}", text, hint)
 
 

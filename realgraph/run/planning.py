@@ -29,10 +29,11 @@ from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import Infeasible, reprice, search
 from realgraph.planner.search.simpler import simplest
 from realgraph.run_file.compose import Checked
-from realgraph.run_file.local_data import data_files, first_rows
+from realgraph.run_file.local_data import first_rows
 from realgraph.runtime.clusters.machines import Machine, machines_of
 from realgraph.runtime.clusters.ray_cluster import RayCluster
 from realgraph.runtime.clusters.slurm import the_allocation
+from realgraph.runtime.data.row_files import data_files
 from realgraph.runtime.job.launch import HostsLaunch, LaunchSpec, LocalLaunch, RayLaunch, SlurmLaunch
 from realgraph.runtime.job.rollout import RolloutSpec, argument_name
 from realgraph.runtime.processes.environment import variables
@@ -157,7 +158,7 @@ def workload_of(checked: Checked, models: dict[str, ModelSpec]) -> Workload:
 
 def _mean_prompt_tokens(checked: Checked, models: dict[str, ModelSpec], longest: int) -> float:
     """A guess from the characters of the first rows of local JSON lines or CSV; else, a quarter of the longest."""
-    column, files = checked.run.data.columns.get("prompt", "prompt"), data_files(checked.run.data.path)
+    column, files = checked.run.data.columns.get("prompt", "prompt"), data_files(checked.run.data)
     rows = first_rows(files[0], TRIED_ROWS, checked.where("$.data.path")) if files else ()
     lengths = [min(longest, characters) for row in rows for characters in _characters(row.get(column))]
     if not lengths:

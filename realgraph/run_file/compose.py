@@ -203,7 +203,7 @@ def _with_absolute_paths(document: Document, graph_file: Path, file: Path) -> tu
         if where.file == shown_name(graph_file) and graph_file.is_relative_to(file.parent):
             base = graph_file.parent
         target = base / Path(given).expanduser()
-        exists = target.is_dir() if what == "model" else bool(data_files(str(target)))
+        exists = target.is_dir() or (what != "model" and bool(data_files(str(target))))
         if not exists and not is_hub_id(given):
             hint = f"expected a {what} at {target}, or a Hub id such as {_EXAMPLES[what]}"
             problems.append(Problem(where, f"there is no {what} {given!r}", hint, "path"))
@@ -258,7 +258,8 @@ def _check(composed: Composed, problems_before: Sequence[Problem], weights: bool
     path, data = composed.where("$.data.path"), LocalData()
     if path not in [problem.where for problem in problems_before]:
         try:
-            data = probe_data(composed.run.data.path, composed.run.data.limit, path)
+            source = composed.run.data
+            data = probe_data(source.path, source.limit, path, source.split)
         except ConfigError as error:
             problems += error.problems
     facts = facts_of(composed.run, data)
@@ -282,7 +283,7 @@ def _eval_data_problems(composed: Composed, graph: Graph) -> Sequence[Problem]:
     if spec is None or not data_files(spec.path):
         return ()
     try:
-        columns = probe_data(spec.path, 1, composed.where("$.eval.data.path")).columns
+        columns = probe_data(spec.path, 1, composed.where("$.eval.data.path"), spec.split).columns
     except ConfigError as error:
         return error.problems
     made = (TOKENS, MASK, *OF_DATA)

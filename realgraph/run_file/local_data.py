@@ -9,9 +9,12 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.runtime.data import row_files
 from realgraph.runtime.data.row_content import COMPRESSED, csv_header, csv_records, form_of, unpacked
+from realgraph.runtime.job.job import DataSpec
 
 # Rows of larger files are not counted: `check` answers at once.
 MAX_COUNTED_BYTES = 2 * 10**9  # of JSON lines
@@ -26,17 +29,21 @@ class LocalData(Struct, frozen=True):
     n_rows: int | None = None
 
 
-def probe_data(path: str, limit: int | None, where: Where) -> LocalData:
+def probe_data(path: str, limit: int | None, where: Where, split: str = "train") -> LocalData:
     """Columns of the first row and rows up to `limit`, of a local file, folder or glob; a Hub id is unknown.
 
     Raises ConfigError at `where` for what is missing or can't be read.
     """
-    files = data_files(path)
-    if not files:
+    if not data_files(path) and not Path(path).expanduser().is_dir():
         if is_hub_id(path):
             return LocalData()
         hint = "a JSONL, CSV or parquet file, a folder or glob of them, or a Hub id such as openai/gsm8k"
         raise ConfigError([Problem(where, f"no data at {path}", hint, "data")])
+    try:
+        files = row_files.data_files(DataSpec(path, split=split))
+    except ConfigError as error:
+        (problem,) = error.problems
+        raise ConfigError([Problem(where, f"{path}: {problem.text}", problem.hint, problem.rule)]) from error
     form = form_of(files[0])
     if form == "parquet":
         return _probe_parquet(files, limit, where)
@@ -62,13 +69,21 @@ def is_hub_id(path: str) -> bool:
 
 
 def data_files(path: str) -> tuple[Path, ...]:
-    """The files that a path names, in order; empty where there are none."""
+    """The files that a path names, of any split, in order; empty where there are none."""
     place = Path(path).expanduser()
     if place.is_file():
         return (place,)
     pattern = str(place / "*") if place.is_dir() else str(place)
     files = [Path(name) for name in sorted(glob.glob(pattern))]
     return tuple(file for file in files if form_of(file) is not None and file.is_file())
+
+
+def has_split(spec: DataSpec, split: str) -> bool:
+    """True of a folder whose files are named by split, this one too."""
+    try:
+        return bool(row_files.data_files(replace(spec, split=split)))
+    except ConfigError:
+        return False
 
 
 def first_rows(file: Path, most: int, where: Where) -> Iterator[dict[str, Any]]:

@@ -96,7 +96,7 @@ def apply_step(call: AppliedCall, batch: Packed, running: Tensor) -> Tensor:
     n, t = batch.n_samples, batch.n_tokens
     if result.shape not in ((n,), (t,)):
         raise call.fail(f"returned the shape {_shape(result)}, expected {_per(n, 'sample')} or {_per(t, 'token')}")
-    return result.double()
+    return result.detach().double()
 
 
 def apply_term(call: AppliedCall, batch: Packed, outputs: Outputs, declared: Sequence[str]) -> Tensor:

@@ -86,10 +86,14 @@ def _try_term(loss: Loss, batch: Packed, loaded: Mapping[str, Any], trial: Trial
     if not value.requires_grad:
         return "its loss does not depend on the model's outputs: it has no gradient and trains nothing"
     try:
-        torch.autograd.grad(value, leaves, allow_unused=True)
+        gradients = torch.autograd.grad(value, leaves, allow_unused=True)
     except RuntimeError as error:  # such as a tensor that the function changed in place
         fn = next(iter(trial.fns.values()))
         raise AppliedError(f"term {trial.entry!r}: {fn} can't be differentiated: {error}") from error
+    if not bool(value.isfinite()):
+        return f"on made-up numbers its loss is {value.item()}"
+    if not all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None):
+        return "on made-up numbers its gradient is not finite: torch.where keeps NaN of the branch that is not taken"
     return ""
 
 

@@ -9,7 +9,7 @@ from msgspec import Struct, field
 
 from realgraph.graphs.errors import Where, suggest
 from realgraph.graphs.graph import Graph
-from realgraph.graphs.keys import MASK, OF_DATA, TOKENS, KeyType
+from realgraph.graphs.keys import MASK, OF_DATA, TOKENS, DType, KeyType, fits
 from realgraph.graphs.spec import Generate, Train
 from realgraph.runtime.data.chats import chat_sample
 from realgraph.runtime.data.conversations import Conversation, Conversations, Misplaced, kind
@@ -233,12 +233,8 @@ class DataSet:
             case "bool":
                 if isinstance(value, bool) or value in (0, 1):
                     return bool(value)
-            case "int32" | "int64":
-                if isinstance(value, int | float) and not isinstance(value, bool) and int(value) == value:
-                    return int(value)
-            case "float32" | "float64":
-                if isinstance(value, int | float) and not isinstance(value, bool):
-                    return float(value)
+            case "int32" | "int64" | "float32" | "float64":
+                return _number(value, key.dtype)
             case "experts":
                 pass  # generation's to choose
         raise ValueError(f"expected {key.dtype}, got {kind(value)}")
@@ -361,6 +357,18 @@ class DataSet:
         tokens, mask = sample
         excess = self._excess(mask.index(True))
         return tokens[excess:], mask[excess:]
+
+
+def _number(value: Any, dtype: DType) -> int | float:
+    """A number of the dtype. Raises ValueError."""
+    whole = dtype in ("int32", "int64")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if not fits(value, dtype):
+            raise ValueError(f"expected a finite number within {dtype}, got {kind(value)}")
+        if not whole or int(value) == value:
+            return int(value) if whole else float(value)
+    hint = ": a number stands without quotes" if isinstance(value, str) else ""
+    raise ValueError(f"expected {dtype}, got {kind(value)}{hint}")
 
 
 def _mask(value: Any) -> list[bool]:

@@ -20,7 +20,6 @@ It may be `async def`: then many units run at once in one process. It may print,
 
 import importlib
 import inspect
-import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -28,12 +27,10 @@ from typing import Any
 from msgspec import Struct, field
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.graphs.keys import DType, KeyType, ids_keyword, parse_key_type
+from realgraph.graphs.keys import DType, KeyType, fits, ids_keyword, parse_key_type
 from realgraph.graphs.spec import Function
 from realgraph.runtime.functions.rewards import FUNCTIONS
 from realgraph.runtime.functions.user_errors import error_text
-
-_LARGEST = {"int32": 2**31 - 1, "int64": 2**63 - 1, "float32": (2 - 2**-23) * 2.0**127, "float64": sys.float_info.max}
 
 
 class Unit(Struct, frozen=True):
@@ -221,17 +218,13 @@ def _scalar(name: str, dtype: DType, value: object) -> Any:
     """One value of a dtype; a whole number may stand for a float, and 0, 1 and floats of them for a bool."""
     match dtype:
         case "float32" | "float64":
-            expected = "a finite number"
-            if isinstance(value, int | float) and math.isfinite(value):
-                if abs(value) <= _LARGEST[dtype]:
-                    return float(value)
-                expected = f"a finite number within {dtype}"
+            if isinstance(value, int | float) and fits(value, dtype):
+                return float(value)
+            expected = f"a finite number within {dtype}"
         case "int32" | "int64":
-            expected = "a whole number"
-            if isinstance(value, int | float) and math.isfinite(value) and int(value) == value:
-                if -_LARGEST[dtype] - 1 <= value <= _LARGEST[dtype]:
-                    return int(value)
-                expected = f"a whole number within {dtype}"
+            if isinstance(value, int | float) and fits(value, dtype) and int(value) == value:
+                return int(value)
+            expected = f"a whole number within {dtype}"
         case "bool":
             if isinstance(value, int | float) and value in (0, 1):
                 return bool(value)

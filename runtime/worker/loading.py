@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from realgraph.graphs.graph import INPUT, Graph
 from realgraph.graphs.keys import OF_DATA, TOKENS
@@ -31,22 +32,10 @@ class Prompt(Struct, frozen=True):
 
 
 def eval_data(job: Job) -> DataSpec | None:
-    """The held-out data: as the run says, else the `test` split of its training data on the Hub."""
+    """The held-out data: as the run says, else the `test` split of its training data."""
     if job.eval is None:
         return None
-    if job.eval.data is not None:
-        return job.eval.data
-    return DataSpec(
-        path=job.data.path,
-        split="test",
-        subset=job.data.subset,
-        columns=job.data.columns,
-        chat=job.data.chat,
-        system=job.data.system,
-        template_args=job.data.template_args,
-        tools=job.data.tools,
-        max_prompt_tokens=job.data.max_prompt_tokens,
-    )
+    return job.eval.data if job.eval.data is not None else replace(job.data, split="test", limit=None)
 
 
 def open_data(spec: DataSpec, graph: Graph, tokenizer: Tokenizer, *, held_out: bool = False) -> DataSet:
