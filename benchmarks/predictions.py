@@ -5,7 +5,8 @@ differ in data-parallel ranks and in the size of micro-batches; and two devices 
 axis that the engines have, ep with a small Qwen3-MoE. They run interleaved, five times each, in short runs whose steps
 do the same work every time; the least seconds of each step count, and the spread of the repeats stands beside them.
 Lengths are given, as those of a finished run are: the first one's of the model. Under 5 minutes on two cores with dp
-alone, a minute more for each axis: `python -m benchmarks.predictions [--rounds 5] [--axes dp tp]`.
+alone, a minute more for each axis: `python -m benchmarks.predictions [--rounds 5] [--axes dp tp]`. `--again FILE` keeps
+what was measured on record, here or on another machine, and predicts it once more by the shipped factors.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -174,15 +175,43 @@ def compare(home: Path, table: CostTable, settings: Sequence[Setting], rounds: i
         for setting in settings:
             repeats[setting].append(run(home, setting, number))
             number += 1
-    first = {setting.model: setting for setting in reversed(settings)}
     rows = []
-    for setting in settings:
-        request = with_lengths(prepared(home, setting, number).request, repeats[first[setting.model]][0])
+    for setting, request in requests_of(home, {setting: runs[0] for setting, runs in repeats.items()}):
         ours, shipped = predictions(request, table), predictions(request, CostTable())
         for call in MESH_CALLS:
             least, spread = quickest(repeats[setting], call)
             rows.append(Row(setting, call, least, spread, ours[call], shipped[call]))
     return rows
+
+
+def requests_of(home: Path, runs: Mapping[Setting, Sequence[StepRecord]]) -> Iterator[tuple[Setting, PlanRequest]]:
+    """Each setting's request, with the lengths of the first run of its model."""
+    first: dict[str, Sequence[StepRecord]] = {}
+    for number, (setting, steps) in enumerate(runs.items()):
+        first.setdefault(setting.model, steps)
+        prepared_run = prepared(home, setting, len(runs) + number)
+        yield setting, with_lengths(prepared_run.request, first[setting.model])
+
+
+def predict_again(file: Path) -> None:
+    """Replace what the shipped factors said of a record's rows by what they say now."""
+    record = json.loads(file.read_text(encoding="utf-8"))
+    settings = list(dict.fromkeys(Setting(**row["setting"]) for row in record["rows"]))
+    with tempfile.TemporaryDirectory() as name:
+        home = Path(name) / "quickstart"
+        make_home(home)
+        first = {setting.model: setting for setting in reversed(settings)}
+        steps = {model: run(home, setting, number) for number, (model, setting) in enumerate(first.items())}
+        found = {
+            setting: predictions(request, CostTable())
+            for setting, request in requests_of(home, {setting: steps[setting.model] for setting in settings})
+        }
+    for row in record["rows"]:
+        row["shipped"] = found[Setting(**row["setting"])][row["call"]]
+        row["shipped_error"] = abs(row["shipped"] / row["measured"] - 1)
+    record["median_error_by_shipped_factors"] = statistics.median(row["shipped_error"] for row in record["rows"])
+    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"median error by shipped factors {record['median_error_by_shipped_factors']:.0%}")
 
 
 def quickest(repeats: Sequence[Sequence[StepRecord]], call: str) -> tuple[float, float]:
@@ -211,7 +240,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--costs", type=Path, help="a table of `realgraph profile` on this machine, to save the time")
     parser.add_argument("--axes", nargs="+", choices=AXES, default=AXES)
+    parser.add_argument("--again", type=Path, help="a record of this benchmark")
     asked = parser.parse_args()
+    if asked.again is not None:
+        predict_again(asked.again)
+        return 0
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         home = Path(name) / "quickstart"

@@ -15,7 +15,7 @@ from msgspec import Struct
 from benchmarks.published import TIMES, Prediction
 from realgraph.planner.costs.spread import BAR_SHARE, SPREADS, SpreadPhase, SpreadRegime, half_width
 
-OWN_RESULTS = Path(__file__).parent / "results" / "predictions.json"
+OWN_RESULTS = tuple(sorted((Path(__file__).parent / "results").glob("predictions*.json")))  # of one machine each
 PHASES: dict[str, SpreadPhase] = {  # of published rows
     "train": "train",
     "inference": "inference",
@@ -65,9 +65,9 @@ def residuals(predictions: Sequence[Prediction], systems: Sequence[str]) -> list
     return found
 
 
-def own_residuals(file: Path = OWN_RESULTS) -> list[Residual]:
+def own_residuals(files: Sequence[Path] = OWN_RESULTS) -> list[Residual]:
     """Those of this project's calls on CPUs, by the shipped factors and after a profile of the machine."""
-    rows = json.loads(file.read_text("utf-8"))["rows"]
+    rows = [row for file in files for row in json.loads(file.read_text("utf-8"))["rows"]]
     return [
         Residual(OWN_CALLS[row["call"]], (regime,), log(row["measured"] / row[field]), "realgraph on CPUs")
         for regime, field in OWN_REGIMES.items()

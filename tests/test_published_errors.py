@@ -95,7 +95,7 @@ def test_the_claim_fails_where_bars_are_too_narrow() -> None:
 def test_own_runs_tell_the_deviations_of_cpus(tmp_path: Path) -> None:
     file = tmp_path / "predictions.json"
     file.write_text(json.dumps({"rows": [{"call": "train", "measured": 2.0, "predicted": 1.0, "shipped": 4.0}]}))
-    values = {row.regimes: row.value for row in own_residuals(file)}
+    values = {row.regimes: row.value for row in own_residuals((file,))}
     assert values == {
         ("shipped cpu",): pytest.approx(-0.693, abs=1e-3),
         ("profiled cpu",): pytest.approx(0.693, abs=1e-3),
