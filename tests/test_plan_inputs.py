@@ -110,6 +110,15 @@ def test_a_mesh_beyond_all_clusters_is_refused_at_once(mesh: dict[str, int], run
         diff_command(good, odd)
 
 
+def test_a_difference_takes_run_directories_for_their_plans(run_file: Path) -> None:
+    run = run_file.parent / "run"
+    run.mkdir()
+    with pytest.raises(ConfigError, match=r"run/plan\.json: .*can't be read(.|\n)*or a run directory's"):
+        diff_command(run, run)
+    (run / "plan.json").write_text(plan_to_json(plan_command(run_file, options=BRIEF)))
+    assert diff_command(run / "plan.json", run) == ()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",

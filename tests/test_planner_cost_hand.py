@@ -150,7 +150,7 @@ def test_on_a_cpu_each_step_that_takes_prompts_in_is_a_pass_of_its_own(
 
 def test_each_sample_of_a_call_is_sent_and_of_a_rollout_taken_in_besides() -> None:
     """64 samples on two ranks: 32 each, 1 ms a sample, 2 ms of each that generation takes in, 5 ms of the call."""
-    bare = device_kind("cpu").costs
+    bare = replace(device_kind("cpu").costs, call_seconds=0.0, sample_seconds=0.0, admission_seconds=0.0)
     costs = replace(bare, call_seconds=5e-3, sample_seconds=1e-3, admission_seconds=2e-3)
     layout, machine = Layout(DeviceMesh(0, 2), dp=2), cluster("cpu", 2)
     before, after = (

@@ -129,6 +129,9 @@ def test_overrides_that_a_resumed_run_could_not_follow_are_refused(whole: Path, 
         with pytest.raises(ConfigError, match=r"keeps its plan(.|\n)*--replan") as refused:
             prepare_resume(folder, [change])
         assert [problem.where.path for problem in refused.value.problems] == [f"$.{change.partition('=')[0]}"]
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("quantile: 0.95", "quantile: 0.6"))
+    prepare_resume(folder, ["memory.quantile=0.6"])
 
 
 def test_what_can_not_be_resumed_says_why(whole: Path, tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from realgraph.commands.check import check_command
 from realgraph.graphs.errors import OTHER_WORDS, Where
@@ -273,6 +275,20 @@ def test_a_model_folder_that_is_unsafe_or_incomplete_is_refused(place: Path, nam
     assert problem.where == Where(str(place / "run.yaml"), 2, "$.models.actor.path")
     assert text in problem.text
     assert hint in problem.hint
+
+
+def test_a_reward_model_without_a_score_head_is_refused_before_anything_starts(place: Path) -> None:
+    scores = [
+        f"models.judge={{path: {place / 'model'}, head: score}}",
+        "calls.points={kind: inference, model: judge, output: scores, writes: [points]}",
+    ]
+    weights, tensors = place / "model" / "model.safetensors", {"model.norm.weight": np.ones(8, np.float32)}
+    save_file(tensors, weights)
+    (problem,) = refused(place, *scores)
+    assert problem.where.path == "$.models.judge.path" and "have no score head" in problem.text
+    check_run(place / "run.yaml", [*scores, "models.judge.init=actor"])
+    save_file({**tensors, "score.weight": np.ones((1, 8), np.float32)}, weights)
+    check_run(place / "run.yaml", scores)
 
 
 def test_a_role_that_is_off_needs_no_model(place: Path) -> None:

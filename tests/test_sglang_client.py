@@ -31,7 +31,7 @@ from realgraph.runtime.rollout.messages import Timeouts as Deadlines
 from realgraph.runtime.rollout.versions import VersionLog, VersionSpan
 
 RID = "0" * 32
-DEADLINES = Deadlines(connect_seconds=0.5, control_seconds=0.5, update_seconds=0.5, answer_seconds=0.5)
+DEADLINES = Deadlines(connect_seconds=1.5, control_seconds=1.5, update_seconds=1.5, answer_seconds=1.5)
 INFO = {"model_path": "/models/small", "weight_version": "4"}
 Reply = bytes | None  # as it goes over the wire, after which the connection is closed; None: nothing, and it stays open
 
@@ -110,7 +110,7 @@ BAD_ANSWERS: dict[str, tuple[Reply, type[SglangError], str]] = {
     ),
     "nothing": (b"", ServerUnreachable, "disconnect"),
     "half": (response(b'{"output_ids": [1', length=999), ServerUnreachable, "breaks off after 17 bytes"),
-    "silence": (None, ServerSilent, "no answer in 0.5 s"),
+    "silence": (None, ServerSilent, "no answer in 1.5 s"),
     "no end": (response(event([1, 2], None)), UnreadableAnswer, "without a finish reason"),
     "another's": (response(event([1, 2], id="f" * 32)), UnreadableAnswer, "expected one to '0000"),
     "no logprobs": (response(event([1, 2], output_token_logprobs=None)), UnreadableAnswer, "0 log-probabilities"),

@@ -17,8 +17,8 @@ Rows = Annotated[float, Meta(ge=0, le=1e6)]
 class EfficiencyFactors(Struct, frozen=True, forbid_unknown_fields=True, cache_hash=True):
     """Reached fractions of the peak rates, and fixed seconds; see the head of devices.yaml.
 
-    From `elementwise` on: what the calls of a small model are made of. `realgraph profile` measures it, the shipped
-    table has none of it.
+    From `elementwise` on: what the calls of a small model are made of. `realgraph profile` measures it; the shipped
+    table has it of CPUs.
     """
 
     gemm: Rate

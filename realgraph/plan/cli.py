@@ -62,8 +62,8 @@ TimeLimit = Annotated[float, _searched("--time-limit", "Time limit of the search
 Seed = Annotated[int, _searched("--seed", "Random seed of the search.", None, 0)]
 
 PLAN = "plan"  # the command of the group that stands for it where no other is named
-Before = Annotated[Path, typer.Argument(metavar="BEFORE", help="A plan file.", show_default=False)]
-After = Annotated[Path, typer.Argument(metavar="AFTER", help="A plan file.", show_default=False)]
+Before = Annotated[Path, typer.Argument(metavar="BEFORE", help="A plan file, or a run directory.", show_default=False)]
+After = Annotated[Path, typer.Argument(metavar="AFTER", help="A plan file, or a run directory.", show_default=False)]
 
 
 class PlanGroup(TyperGroup):

@@ -1,4 +1,4 @@
-"""`realgraph plan diff A B`: what changed from one plan file to another."""
+"""`realgraph plan diff A B`: what changed from one plan file, or plan of a run directory, to another."""
 
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from realgraph.graphs.yaml.files import read_text
 from realgraph.planner.plan.codec import plan_from_json
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.report.diff import PlanChange, diff
+from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.screen.output import say_json
 from realgraph.screen.terminal import wide_terminal
 
@@ -44,7 +45,8 @@ def table(changes: tuple[PlanChange, ...], before: str, after: str) -> Table:
     return shown
 
 
-def _read(file: Path) -> Plan:
+def _read(path: Path) -> Plan:
+    file = RunFolder(path).plan if path.is_dir() else path
     try:
         return plan_from_json(read_text(file), str(file))
     except (OSError, UnicodeDecodeError) as error:
@@ -53,7 +55,7 @@ def _read(file: Path) -> Plan:
                 Problem(
                     Where(str(file)),
                     f"the plan can't be read: {reason(error)}",
-                    "a plan is what `realgraph plan --out FILE` writes",
+                    "a plan is what `realgraph plan --out FILE` writes, or a run directory's",
                     "plan",
                 )
             ]

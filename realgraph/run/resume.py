@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, reason
 from realgraph.graphs.spec import Train
-from realgraph.graphs.yaml.document import COMMAND_LINE, child
+from realgraph.graphs.yaml.document import COMMAND_LINE, child, read_document
 from realgraph.graphs.yaml.files import read_file
 from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
@@ -154,14 +154,15 @@ def read_job(folder: RunFolder) -> Job:
 def _refuse_overrides(checked: Checked, folder: RunFolder, done: int, unheard: Sequence[str]) -> None:
     """Raises ConfigError for what a run can't follow that has its directory already, and `done` steps.
 
-    unheard: sections that have had their effect.
+    unheard: sections that have had their effect; the same once more is no change.
     """
-    problems = []
-    marks = checked.composed.resolved.document.marks
-    given = [path for path, mark in marks.items() if mark.file == COMMAND_LINE and path.split(".")[1:2]]
+    problems, document = [], checked.composed.resolved.document
+    before = read_document(folder.config, str(folder.config)).tree
+    given = [path for path, mark in document.marks.items() if mark.file == COMMAND_LINE and path.split(".")[1:2]]
     for path in given:
+        section = path.split(".")[1]
         last = not any(other.startswith(f"{path}.") for other in given)
-        if last and path.split(".")[1] in unheard:
+        if last and section in unheard and before.get(section) != document.tree[section]:
             text = "a resumed run keeps its plan, which does not follow this"
             problems.append(Problem(checked.where(path), text, _BY_PLAN_HINT))
     where, named = checked.where("$.outputs.dir"), checked.run.outputs.dir

@@ -317,7 +317,7 @@ def facts_of(run: RunSpec, data: LocalData) -> Facts:
 def _model_folders(composed: Composed, weights: bool) -> Iterator[Problem]:
     for name, role in composed.spec.models.items():
         if role.when and role.path is not None and Path(role.path).is_absolute():
-            yield from model_problems(Path(role.path), composed.where(f"$.models.{name}.path"), weights)
+            yield from model_problems(role, Path(role.path), composed.where(f"$.models.{name}.path"), weights)
 
 
 def _function_problems(composed: Composed) -> Iterator[Problem]:

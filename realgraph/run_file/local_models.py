@@ -3,15 +3,18 @@
 from pathlib import Path
 
 import msgspec
+from safetensors import SafetensorError, safe_open
 
 from realgraph.graphs.errors import Problem, Where
+from realgraph.graphs.spec import ModelRole
 from realgraph.graphs.yaml.files import read_file
+from realgraph.runtime.models.heads import ALIASES, HEAD
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-def model_problems(folder: Path, where: Where, weights: bool = True) -> list[Problem]:
-    """Problems of a model folder; its shape is the planner's matter. weights: whether they are needed too."""
+def model_problems(role: ModelRole, folder: Path, where: Where, weights: bool = True) -> list[Problem]:
+    """Problems of a role's model folder; its shape is the planner's matter. weights: whether they are needed too."""
     try:
         config = msgspec.json.decode(read_file(folder / "config.json"))
     except OSError as error:
@@ -26,13 +29,15 @@ def model_problems(folder: Path, where: Where, weights: bool = True) -> list[Pro
         text = f"{folder} brings its own Python code (auto_map in config.json), which realgraph doesn't run"
         hint = "use a model whose architecture transformers has itself"
         problems.append(Problem(where, text, hint, "trust_remote_code"))
-    return [*problems, *(_weight_problems(folder, where) if weights else ())]
+    return [*problems, *(_weight_problems(role, folder, where) if weights else ())]
 
 
-def _weight_problems(folder: Path, where: Where) -> list[Problem]:
+def _weight_problems(role: ModelRole, folder: Path, where: Where) -> list[Problem]:
     names = sorted(file.name for file in folder.iterdir())
-    if any(name.endswith(".safetensors") for name in names):
-        return []
+    tensors = [folder / name for name in names if name.endswith(".safetensors")]
+    if tensors:
+        learns = role.trainable or role.ema_rate or role.init
+        return [] if role.head == "lm" or learns or _has_head(tensors) else [_no_head(role, folder, where)]
     pickled = [name for name in names if name.endswith(PICKLED)]
     if not pickled:
         text = f"{folder} has no weights"
@@ -43,3 +48,21 @@ def _weight_problems(folder: Path, where: Where) -> list[Problem]:
         ".save_pretrained(FOLDER, safe_serialization=True)"
     )
     return [Problem(where, text, hint, "pickled_weights")]
+
+
+def _has_head(files: list[Path]) -> bool:
+    """True where a file has a value or score head, or can't be read: whoever loads it says why."""
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy") as source:
+                if not {HEAD, *ALIASES}.isdisjoint(source.keys()):
+                    return True
+        except (OSError, SafetensorError):
+            return True
+    return False
+
+
+def _no_head(role: ModelRole, folder: Path, where: Where) -> Problem:
+    text = f"the weights in {folder} have no {role.head} head, and this role never learns one"
+    hint = "take a model that was trained with one (AutoModelForSequenceClassification saves it)"
+    return Problem(where, text, hint, "model")

@@ -30,7 +30,7 @@ class DataSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     path: str  # file, folder or glob, relative to the run file; or a Hub id
-    split: str = "train"  # of a Hub data set
+    split: str = "train"  # of a Hub data set, or of a folder whose files are named by split
     subset: str | None = None  # configuration of a Hub data set
     columns: dict[str, str] = field(default_factory=dict)  # input of the graph -> column; default: of that name
     limit: Count | None = None  # first rows only
@@ -120,7 +120,7 @@ class OutputSpec(Struct, frozen=True, forbid_unknown_fields=True):
     trackers: tuple[TrackerName, ...] = ()  # services that get the metrics too
     project: str = "realgraph"  # name of the project there
     transcripts_every: Annotated[int, Meta(ge=0)] = 10  # steps
-    transcripts: Annotated[int, Meta(ge=0)] = 4  # samples each time
+    transcripts: Annotated[int, Meta(ge=0)] = 4  # groups each time, with their first sample
     audit: bool = False  # write which tokens of which age every loss has used, to audit/worker-N.jsonl
     rotate_mb: Count = 64  # of a worker's log, of transcripts.jsonl and of trace.json: a full one is kept, an older not
 

@@ -8,8 +8,6 @@ begins by predicting 0 everywhere.
 
 from typing import Any, Literal
 
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
 Head = Literal["lm", "value", "score"]
 
 HEAD = "score.weight"
@@ -31,6 +29,8 @@ SUPPORTED = {
 
 def network_class(config: Any, head: Head) -> Any:
     """transformers' class of a supported configuration under this head."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification  # slow to import
+
     auto = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
     return auto._model_mapping[type(config)]
 

@@ -50,7 +50,10 @@ def doubts_of(checked: Checked, request: PlanRequest, plan: Plan) -> Iterator[st
     if plan.hashes.costs and not hashes(request).costs:
         yield "the plan's own seconds, by a table of measured costs that was not given: --costs judges edits by it"
     elif not costs.phases and not costs.calls and costs.factors is None:
-        yield "no measured costs: the shipped factors were fitted to published speeds of other systems (--costs TABLE)"
+        shipped = (
+            "are of server cores" if request.cluster.is_cpu else "were fitted to published speeds of other systems"
+        )
+        yield f"no measured costs: the shipped factors {shipped} (--costs TABLE)"
     elif costs.kind and costs.kind != request.cluster.kind:
         yield f"the costs were measured on {costs.kind}, the cluster is {request.cluster.kind}"
     if not workload.lengths and not costs.lengths:
