@@ -25,7 +25,6 @@ from realgraph.runtime.data.tokenize import load_tokenizer
 from realgraph.runtime.job.job import BatchSpec, DataSpec, EvalSpec, Job
 from realgraph.runtime.models.weights import resolve
 from realgraph.runtime.preflight.preflight import preflight, refuse_machine
-from realgraph.runtime.worker.loading import eval_data
 from tests.data_sets import PLAIN, WHOLE, make_tokenizer, write
 
 CLUSTER = Cluster(1, 2, "cpu", 2**30, 2**30, 1e10, 1e10, 1e10, 1e10, 1e10)
@@ -256,4 +255,5 @@ def test_a_tokenizer_without_an_end_or_a_template_is_told(tmp_path: Path) -> Non
 def test_held_out_prompts_of_the_test_split_are_cut_as_those_of_training(tmp_path: Path) -> None:
     made = make_job(tmp_path, {}, ROWS, too_long="truncate_left", max_prompt_tokens=4, limit=5)
     job = msgspec.structs.replace(made, eval=EvalSpec(every=1))
-    assert eval_data(job) == msgspec.structs.replace(job.data, split="test", limit=None)
+    assert job.held_out == msgspec.structs.replace(job.data, split="test", limit=None)
+    assert msgspec.structs.replace(made, eval=EvalSpec(every=0)).held_out is None

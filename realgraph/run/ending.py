@@ -44,7 +44,7 @@ def next_lines(outcome: RunOutcome, prepared: PreparedRun) -> Iterator[str]:
     more = "" if outcome.steps < job.steps else f" steps={2 * job.steps}"
     if not more or all(call.optimizer.schedule == "constant" for call in calls if isinstance(call, Train)):
         yield f"  go on: realgraph run --resume {place}{more}"
-    if job.eval is not None and job.eval.data is not None:
+    if job.held_out is not None:
         yield f"  score it: realgraph eval {shlex.quote(str(prepared.folder.config))} --checkpoint {place}"
     if any(isinstance(call, Generate) for call in calls):
         yield f'  try it: realgraph generate {place} "..."'

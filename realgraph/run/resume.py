@@ -242,8 +242,7 @@ def _first_difference(before: object, after: object, path: str) -> str:
 def _refuse_data(old: Job, new: Job, checked: Checked) -> None:
     """Raises ConfigError for data files that have changed; held-out ones where the run names the same as before."""
     problems = [*_changed(old.data_sums, new.data_sums, checked.where("$.data.path"))]
-    before, after = old.eval.data if old.eval else None, new.eval.data if new.eval else None
-    if before == after:
+    if old.held_out == new.held_out:
         problems += _changed(old.eval_sums, new.eval_sums, checked.where("$.eval.data.path"))
     if problems:
         raise ConfigError(problems)

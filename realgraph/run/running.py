@@ -134,8 +134,7 @@ def beside(prepared: PreparedRun, job: Job, what: str) -> PreparedRun:
 
 def with_sums(job: Job) -> Job:
     """The job with the checksums of its data files, which are read for it. Raises ConfigError."""
-    held_out = sums_of(job.eval.data if job.eval is not None else None)
-    return msgspec.structs.replace(job, data_sums=sums_of(job.data), eval_sums=held_out)
+    return msgspec.structs.replace(job, data_sums=sums_of(job.data), eval_sums=sums_of(job.held_out))
 
 
 def claim(prepared: PreparedRun) -> None:

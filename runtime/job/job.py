@@ -4,6 +4,7 @@ import math
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
+from msgspec.structs import replace
 
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import Generate
@@ -184,6 +185,14 @@ class Job(Struct, frozen=True):
     rollout_alone: bool = False  # its training is left out, to measure: neither checkpoints nor samples are kept
     data_sums: dict[str, FileSum] = field(default_factory=dict)  # local data file -> checksum at the start
     eval_sums: dict[str, FileSum] = field(default_factory=dict)  # the same of the held-out data
+
+    @property
+    def held_out(self) -> DataSpec | None:
+        """The data of evaluations: as the run says, else the `test` split of its training data; None where it has no
+        evaluation."""
+        if self.eval is None or (self.eval.data is None and not self.eval.active):
+            return None
+        return self.eval.data or replace(self.data, split="test", limit=None)
 
     def max_running(self, call: str) -> int | None:
         """Sequences that an engine of a generate call decodes at once, at most: the user's number, or the plan's; None

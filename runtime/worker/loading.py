@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from realgraph.graphs.graph import INPUT, Graph
 from realgraph.graphs.keys import OF_DATA, TOKENS
@@ -31,13 +30,6 @@ class Prompt(Struct, frozen=True):
     values: dict[str, Any]
 
 
-def eval_data(job: Job) -> DataSpec | None:
-    """The held-out data: as the run says, else the `test` split of its training data."""
-    if job.eval is None:
-        return None
-    return job.eval.data if job.eval.data is not None else replace(job.data, split="test", limit=None)
-
-
 def open_data(spec: DataSpec, graph: Graph, tokenizer: Tokenizer, *, held_out: bool = False) -> DataSet:
     """A data set as this graph's inputs; of held-out rows nothing is trained on. Raises ConfigError."""
     inputs = {key.name: key.type for key in graph.inputs if not (held_out and key.name in OF_DATA)}
@@ -53,8 +45,8 @@ class Loading:
         self.own_tokens = open_own_tokens(job.graph)
         self._data = open_data(job.data, job.graph, self.tokenizer)
         self.n_rows = len(self._data)
-        spec = eval_data(job)
-        self._eval = open_data(spec, job.graph, self.tokenizer, held_out=True) if spec is not None else None
+        held_out = job.held_out
+        self._eval = open_data(held_out, job.graph, self.tokenizer, held_out=True) if held_out is not None else None
         limit = job.eval.limit if job.eval is not None else None
         n_eval = len(self._eval) if self._eval is not None else 0
         self.n_eval_rows = min(n_eval, limit) if limit is not None else n_eval
