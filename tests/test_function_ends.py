@@ -17,6 +17,8 @@ import pytest
 from realgraph.graphs.spec import Function
 from realgraph.runtime.functions.functions import Unit, UnitResult
 from realgraph.runtime.functions.host import FunctionHost
+from realgraph.runtime.functions.pool import FunctionPool
+from realgraph.runtime.functions.process import Bounds
 from realgraph.runtime.processes.launcher import WorkerBoot, WorkerProgram
 from realgraph.runtime.processes.local import LocalFleet, LocalLauncher
 from realgraph.runtime.wire.curve import make_keys
@@ -265,3 +267,15 @@ def test_nothing_that_functions_started_outlives_anybody(folder: Path, victim: s
         for pid in marked(mark):
             os.kill(pid, signal.SIGKILL)
         assert gone
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_pool_that_has_failed_says_why_to_whoever_comes_later(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(pool: FunctionPool) -> None:
+        raise NameError("a mistake of ours")
+
+    monkeypatch.setattr(FunctionPool, "_dispatch", fails)
+    pool = FunctionPool(str(folder), 1, Bounds(1 << 30, 64), 10.0)
+    assert until(lambda: not pool._thread.is_alive())
+    with pytest.raises(RuntimeError, match=r"takes no more work(.|\n)*NameError: a mistake of ours"):
+        pool.submit([])

@@ -94,7 +94,7 @@ class FunctionPool:
         self._queue: deque[PoolCall] = deque()
         self._lock = threading.Lock()
         self._inbox: list[PoolCall] = []
-        self._closing = False
+        self._closing, self._why = False, "the function host was closed"
         self._number = 0
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
@@ -108,7 +108,7 @@ class FunctionPool:
         """Queue work; thread-safe. Raises RuntimeError once the pool is closed."""
         with self._lock:
             if self._closing:
-                raise RuntimeError("the function pool is closed")
+                raise RuntimeError(f"the function pool takes no more work: {self._why}")
             self._inbox.extend(works)
             self._waker.send(b"w")
 
@@ -127,7 +127,6 @@ class FunctionPool:
     # --- below: the pool's own thread ---------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        why = "the function host was closed"
         try:
             while not self._closing:
                 with self._lock:
@@ -137,12 +136,12 @@ class FunctionPool:
                 self._wait()
                 self._kill_overdue()
         except Exception:  # a mistake of ours: whoever waits for an answer is given it
-            why = f"the function host failed:\n{traceback.format_exc()}"
+            self._why = f"the function host failed:\n{traceback.format_exc()}"
             raise
         finally:
-            self._end(why)
+            self._end()
 
-    def _end(self, why: str) -> None:
+    def _end(self) -> None:
         with self._lock:
             self._closing = True
             left = [*self._queue, *self._inbox]
@@ -150,7 +149,7 @@ class FunctionPool:
             left += process.held.values()
             self._kill(process)
         for work in left:
-            work.done(FunctionOutcome("skipped", text=why))
+            work.done(FunctionOutcome("skipped", text=self._why))
         self._selector.close()
         self._woken.close()
         self._waker.close()
