@@ -73,7 +73,7 @@ def test_bars_are_the_slices_of_two_steps(root: Path) -> None:
     assert [lane.devices for lane in measured.lanes] == [(worker,) for worker in range(len(measured.lanes))]
     own = measured_timeline(history)
     assert own is not None
-    begins = {step.time - step.seconds for step in history.steps}
+    begins = {step.time - step.seconds: step.seconds for step in history.steps}
     matching = [
         begin
         for begin in begins
@@ -83,7 +83,8 @@ def test_bars_are_the_slices_of_two_steps(root: Path) -> None:
     assert matching
     for lane in own.lanes:
         assert lane.bars and all(0 <= bar.start <= bar.end <= own.window_seconds + 1e-6 for bar in lane.bars)
-        assert {bar.kind for bar in lane.bars} >= {"generate", "train"}
+        if begins[matching[0]] < own.window_seconds:  # a step that is disturbed may take longer than two
+            assert {bar.kind for bar in lane.bars} >= {"generate", "train"}
 
 
 def _busy(history: RunHistory, worker: int, begin: float, window: float) -> float:
