@@ -221,7 +221,9 @@ def test_a_stream_runs_more_at_once_than_its_plan_expects_where_the_plan_has_roo
     finish(home, "run", str(file), "--plan", "roomy.json", name="roomy")
     planned = json.loads((home / "roomy" / "plan.json").read_text())["allocations"]["rollout"]
     assert (planned["spare_cache_tokens"], planned["spare_running"]) == (1024, 30)
-    assert planned["running"] < max(record["metrics"]["rollout/running"] for record in records(home / "roomy"))
+    # a step in which no group has ended has none
+    running = [record["metrics"].get("rollout/running", 0.0) for record in records(home / "roomy")]
+    assert planned["running"] < max(running)
 
 
 @pytest.mark.slow
