@@ -2,9 +2,12 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 pytest.importorskip("torch")
 
@@ -52,8 +55,12 @@ GRAPHS = sorted(name for name in SNIPPETS if name.endswith(".yaml"))
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all snippets, a tiny model and rows that have every column."""
+    """A folder with all snippets, a tiny model, one with a score head, and rows that have every column."""
     folder = make_home(tmp_path_factory.mktemp("snippets"))
+    shutil.copytree(folder / "model", folder / "scorer")
+    weights = folder / "scorer" / "model.safetensors"
+    tensors = load_file(weights)
+    save_file({**tensors, "score.weight": np.zeros((1, len(tensors["model.norm.weight"])), np.float32)}, weights)
     for name, text in SNIPPETS.items():
         (folder / name).write_text(text)
     (folder / "rows.jsonl").write_text((json.dumps(ROW) + "\n") * 8)
@@ -64,7 +71,11 @@ def write_run(home: Path, name: str) -> Path:
     graph, _ = graph_and_warnings(read_document(home / name, name))
     run = {
         "graph": name,
-        "models": {role: {"path": "model"} for role, model in graph.models.items() if model.init is None},
+        "models": {
+            role: {"path": "model" if model.head == "lm" or model.trainable else "scorer"}
+            for role, model in graph.models.items()
+            if model.init is None
+        },
         "data": {"path": "rows.jsonl"},
         "batch": {"groups": 4, "max_new_tokens": 4},
         "cluster": {"kind": "cpu", "devices": 1},
