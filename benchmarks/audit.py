@@ -24,12 +24,13 @@ from realgraph.runtime.job.sample_ids import group_of
 
 
 class Promise(Struct, frozen=True):
-    """The promises of a run. bound: None where any age is allowed. trains: train calls a step of the role that
-    generates, 0 where none ages. epochs: of each train call. n_samples: of a step. least: where a function leaves
-    samples out, what each of the `n_groups` groups of a step has at least, of as many as `n_samples` allow for each."""
+    """The promises of a run. bound: None where any age is allowed. trains: of each train call, the train calls a step
+    of the role whose samples it learns from, 0 where these never age. epochs: of each train call. n_samples: of a step.
+    least: where a function leaves samples out, what each of the `n_groups` groups of a step has at least, of as many as
+    `n_samples` allow for each."""
 
     bound: int | None
-    trains: int
+    trains: dict[str, int]
     epochs: dict[str, int]
     n_samples: int
     n_groups: int = 0
@@ -83,8 +84,8 @@ def _repeated(record: AuditRecord, starts: Sequence[Start]) -> bool:
 
 
 def _age(record: AuditRecord, version: int, promise: Promise) -> int:
-    ages = promise.trains and record.call not in promise.of_data
-    return record.step - version // promise.trains if ages else 0
+    trains = promise.trains[record.call]
+    return record.step - version // trains if trains else 0
 
 
 def _wrong_ages(record: AuditRecord, promise: Promise) -> Iterator[str]:
@@ -153,11 +154,12 @@ def _split_tokens(call: str, step: int, samples: Sequence[AuditSample]) -> Itera
 def promise_of(job: Job) -> Promise:
     """Those of the run of this job."""
     calls = job.graph.calls
-    generators = {call.model for call in calls.values() if isinstance(call, Generate)}
     trains = {name: call for name, call in calls.items() if isinstance(call, Train)}
+    drawn_by = {name: calls.get(job.graph.sampler(name)) for name in trains}
+    roles = {name: call.model for name, call in drawn_by.items() if isinstance(call, Generate)}
     return Promise(
         bound=None if job.overdue == "allow" else job.staleness,
-        trains=sum(call.model in generators for call in trains.values()),
+        trains={name: sum(call.model == roles.get(name) for call in trains.values()) for name in trains},
         epochs={name: call.epochs for name, call in trains.items()},
         n_samples=job.batch.groups * job.graph.samples_per_group,
         n_groups=job.batch.groups,

@@ -108,7 +108,8 @@ def _promise(simulator: Simulator) -> Promise:
     bound = None if shape.overdue == "allow" else shape.staleness
     n_samples = shape.groups * simulator.graph.samples_per_group
     least = simulator.graph.least_samples if shape.filtered and shape.varied else None
-    return Promise(bound, simulator.trains_of_generator, epochs, n_samples, shape.groups, least)
+    trains = dict.fromkeys(epochs, simulator.trains_of_generator)
+    return Promise(bound, trains, epochs, n_samples, shape.groups, least)
 
 
 def _lost(simulator: Simulator, state: Checkpointed | None, groups: dict[int, set[int]]) -> list[str]:

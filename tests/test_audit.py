@@ -11,7 +11,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from benchmarks.audit import Judgement, Promise, Start, judge
+from benchmarks.audit import Judgement, Promise, Start, judge, promise_of
 from realgraph.graphs.keys import VERSIONS
 from realgraph.graphs.maths import Loss, PairMean, Preference
 from realgraph.runtime.batch import Packed
@@ -22,11 +22,13 @@ from realgraph.runtime.train.passes import AGES_TOLD
 from realgraph.runtime.wire.protocol import Metric
 from tests import tiny
 from tests.engines import POLICY, call, engine, folder
+from tests.generating import GENERATING, generating_graph
+from tests.shapes import Shape, job_of
 
 __all__ = ["folder"]
 
 BOUND, TRAINS, N_STEPS, N_SAMPLES, EPOCHS = 2, 2, 6, 8, 2
-PROMISE = Promise(BOUND, TRAINS, {"train": EPOCHS, "again": EPOCHS}, N_SAMPLES)
+PROMISE = Promise(BOUND, {"train": TRAINS, "again": TRAINS}, {"train": EPOCHS, "again": EPOCHS}, N_SAMPLES)
 Records = list[AuditRecord]
 
 
@@ -222,7 +224,23 @@ def test_the_engine_writes_what_its_loss_has_met(
     # of pairs, young tokens of old ones, too
     assert metrics["overdue"].value == pytest.approx(n_old / counts.total()) or loss == "pairs"
     record = AuditRecord("train", step, step * trains, 0, 0.0, tuple(used))
-    problems = judge([record], (), Promise(bound, trains, {"train": len(batches)}, 6)).problems
+    problems = judge([record], (), Promise(bound, {"train": trains}, {"train": len(batches)}, 6)).problems
     old = {problem.split("sample ")[1].split()[0] for problem in problems if "steps old" in problem}
     assert old == {str(sample) for sample in expected_old}
     assert bool(more and loss == "tokens") <= bool(old) and (more or not old)
+
+
+@pytest.mark.parametrize(
+    ("shape", "trains"),
+    [
+        (Shape(), {"train": 1}),
+        (Shape(again=True), {"train": 2, "train_again": 2}),
+        (Shape("debate"), {"pro_train": 1, "con_train": 1}),
+        (Shape("dpo"), {"train": 0}),
+    ],
+    ids=["grpo", "twice", "debate", "dpo"],
+)
+def test_samples_age_by_the_train_calls_of_the_role_that_drew_them(shape: Shape, trains: dict[str, int]) -> None:
+    """Two roles that generate and learn do not age each other's samples."""
+    graph = generating_graph(shape) if shape.algorithm in GENERATING else None
+    assert promise_of(job_of(shape, graph=graph)).trains == trains

@@ -37,6 +37,7 @@ __all__ = ["place"]
 ENDS = {"chatml": CHATML, "thinking": THINKING, "llama3": LLAMA3, "phi": PHI, "marked": MARKED, "tools": TOOLS}
 END_OF = {"llama3": "<|eot_id|>", "phi": "<|end|>"}
 TOKENIZERS = {name: make_tokenizer(template, eos="</s>") for name, template in ENDS.items()}
+USERS_ONLY = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
 WORDS = ["what", "is", "12+34?", "the", "answer", "46", "so", "it", "goes", "hello"]
 
 
@@ -144,6 +145,7 @@ def test_template_arguments_and_tools_reach_the_template(tmp_path: Path) -> None
         (CHATML, {"tools": (ADD,)}, r"\$\.data\.tools: data\.tools is set, but .* reads no tools"),
         (CHATML, {"columns": {"tools": "tools"}}, r"\$\.data\.columns\.tools: .* reads no tools"),
         (TOOLS, {"columns": {"tools": "toools"}}, r"\$\.data\.columns\.tools: there is no column 'toools'"),
+        (USERS_ONLY, {"system": "Be brief."}, r"\$\.data\.system: .* leaves system messages out"),
         (None, {"template_args": {"x": 1}}, r"\$\.data\.template_args: .* no chat template to put it in"),
     ],
 )

@@ -277,7 +277,7 @@ def test_a_model_folder_that_is_unsafe_or_incomplete_is_refused(place: Path, nam
     assert hint in problem.hint
 
 
-def test_a_reward_model_without_a_score_head_is_refused_before_anything_starts(place: Path) -> None:
+def test_a_reward_model_without_one_score_is_refused_before_anything_starts(place: Path) -> None:
     scores = [
         f"models.judge={{path: {place / 'model'}, head: score}}",
         "calls.points={kind: inference, model: judge, output: scores, writes: [points]}",
@@ -289,6 +289,9 @@ def test_a_reward_model_without_a_score_head_is_refused_before_anything_starts(p
     check_run(place / "run.yaml", [*scores, "models.judge.init=actor"])
     save_file({**tensors, "score.weight": np.ones((1, 8), np.float32)}, weights)
     check_run(place / "run.yaml", scores)
+    save_file({**tensors, "score.weight": np.ones((2, 8), np.float32)}, weights)
+    (problem,) = refused(place, *scores)
+    assert "gives 2 numbers, and a score head gives one" in problem.text and "num_labels=1" in problem.hint
 
 
 def test_a_role_that_is_off_needs_no_model(place: Path) -> None:

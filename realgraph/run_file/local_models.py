@@ -36,8 +36,7 @@ def _weight_problems(role: ModelRole, folder: Path, where: Where) -> list[Proble
     names = sorted(file.name for file in folder.iterdir())
     tensors = [folder / name for name in names if name.endswith(".safetensors")]
     if tensors:
-        learns = role.trainable or role.ema_rate or role.init
-        return [] if role.head == "lm" or learns or _has_head(tensors) else [_no_head(role, folder, where)]
+        return [] if role.head == "lm" else _head_problems(role, folder, tensors, where)
     pickled = [name for name in names if name.endswith(PICKLED)]
     if not pickled:
         text = f"{folder} has no weights"
@@ -50,19 +49,27 @@ def _weight_problems(role: ModelRole, folder: Path, where: Where) -> list[Proble
     return [Problem(where, text, hint, "pickled_weights")]
 
 
-def _has_head(files: list[Path]) -> bool:
-    """True where a file has a value or score head, or can't be read: whoever loads it says why."""
+def _head_problems(role: ModelRole, folder: Path, files: list[Path], where: Where) -> list[Problem]:
+    numbers, learns = _head_numbers(files), role.trainable or role.ema_rate or role.init
+    if numbers is None or numbers == 1 or (numbers == 0 and learns):
+        return []
+    if numbers == 0:
+        text = f"the weights in {folder} have no {role.head} head, and this role never learns one"
+        hint = "take a model that was trained with one (AutoModelForSequenceClassification saves it)"
+    else:
+        text = f"the head of the weights in {folder} gives {numbers} numbers, and a {role.head} head gives one"
+        hint = "take a model that was trained with num_labels=1; a classifier's labels are no score"
+    return [Problem(where, text, hint, "model")]
+
+
+def _head_numbers(files: list[Path]) -> int | None:
+    """The outputs of the value or score head in the files: 0 where they have none, None where a file can't be read:
+    whoever loads it says why."""
     for file in files:
         try:
             with safe_open(file, framework="numpy") as source:
-                if not {HEAD, *ALIASES}.isdisjoint(source.keys()):
-                    return True
+                for name in {HEAD, *ALIASES}.intersection(source.keys()):
+                    return int(next(iter(source.get_slice(name).get_shape()), 1))
         except (OSError, SafetensorError):
-            return True
-    return False
-
-
-def _no_head(role: ModelRole, folder: Path, where: Where) -> Problem:
-    text = f"the weights in {folder} have no {role.head} head, and this role never learns one"
-    hint = "take a model that was trained with one (AutoModelForSequenceClassification saves it)"
-    return Problem(where, text, hint, "model")
+            return None
+    return 0

@@ -9,7 +9,7 @@ import msgspec
 
 from realgraph.graphs.errors import Where, suggest
 from realgraph.runtime.data.row_content import problem
-from realgraph.runtime.data.tokenize import Template, Tokenizer
+from realgraph.runtime.data.tokenize import Template, Tokenizer, prompt_text
 from realgraph.runtime.job.job import DataSpec
 
 Conversation = str | list[dict[str, Any]]  # a plain prompt, or messages
@@ -85,6 +85,16 @@ def check_tools(value: Any) -> tuple[dict[str, Any], ...] | None:
     return tuple(value)
 
 
+def _left_out(system: str, tokenizer: Tokenizer, template: Template) -> bool:
+    """True where a chat is rendered as without its system message; one that is refused is named with its row."""
+    chat = [{"role": "user", "content": "hello"}]
+    try:
+        given = prompt_text([{"role": "system", "content": system}, *chat], tokenizer, template)
+        return system.strip() not in given and given == prompt_text(chat, tokenizer, template)
+    except ValueError:
+        return False
+
+
 class Conversations:
     """A data set's chats by its settings and the tokenizer's template.
 
@@ -95,10 +105,10 @@ class Conversations:
         self._spec, self.names = spec, template_names(tokenizer)
         self.on = bool(tokenizer.chat_template) if spec.chat is None else spec.chat
         self.template = Template(spec.template_args, spec.tools)
-        self._check(bool(tokenizer.chat_template))
+        self._check(tokenizer)
 
-    def _check(self, has_template: bool) -> None:
-        spec = self._spec
+    def _check(self, tokenizer: Tokenizer) -> None:
+        spec, has_template = self._spec, bool(tokenizer.chat_template)
         set_ = {"chat": spec.chat, "system": spec.system, "template_args": spec.template_args, "tools": spec.tools}
         for name, given in set_.items():
             if given and not has_template:
@@ -111,6 +121,9 @@ class Conversations:
         if spec.tools and not self.takes_tools:
             text = "data.tools is set, but the tokenizer's chat template reads no tools"
             raise problem(Where(path="$.data.tools"), text, "leave it out, or take a model whose template does")
+        if spec.system and spec.chat is not False and _left_out(spec.system, tokenizer, self.template):
+            text = "data.system is set, but the tokenizer's chat template leaves system messages out"
+            raise problem(Where(path="$.data.system"), text, "write it into the prompts, or leave it out")
 
     @property
     def takes_tools(self) -> bool:
