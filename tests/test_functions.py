@@ -226,6 +226,8 @@ def test_no_secret_no_torch_and_the_right_folder(folder: Path, monkeypatch: pyte
     with FunctionHost(str(folder)) as host:
         assert host.run("r", Function("mine:environ", ("text",), REWARD), texts("a"))[0].values == {"reward": 0.0}
         assert host.run("r", Function("mine:tell_torch", ("text",), REWARD), texts("a"))[0].values == {"reward": 0.0}
+        keyed = host.run("r", Function("mine:keyed", ("text",), REWARD, on_error="score"), texts("a"))[0]
+        assert "KeyError: 'JUDGE_KEY' (mine.py:" in keyed.error and keyed.error.endswith("names: env: [JUDGE_KEY]")
         call = Function("mine:where", ("text",), {"cwd": "sample text", "file": "sample text"})
         found = host.run("r", call, texts("a"))[0].values
         assert found == {"cwd": str(folder), "file": str(folder / "mine.py")}

@@ -192,7 +192,16 @@ def _raised(call: FunctionRequest, kind: Literal["load", "error"], what: str, er
     except Exception as failed:  # an exception of the user's may do anything where it is looked at
         detail = f"the traceback can't be written: {type(failed).__name__}"
     text = f"{what + ': ' if what else ''}{error_text(error)}"
+    if name := _missing_variable(error):
+        text += f"; of the environment a function has what its call names: env: [{name}]"
     return Raised(call.number, kind, unicode_text(text), unicode_text(detail)[-MAX_DETAIL_CHARACTERS:])
+
+
+def _missing_variable(error: BaseException) -> str:
+    """The variable that `os.environ[...]` has been asked for in vain; '' for any other error."""
+    last = next(reversed(traceback.extract_tb(error.__traceback__)), None)
+    asked = last is not None and last.name == "__getitem__" and last.filename in ("<frozen os>", os.__file__)
+    return str(error.args[0]) if isinstance(error, KeyError) and asked and error.args else ""
 
 
 def _limit(memory_bytes: int) -> None:
