@@ -11,7 +11,7 @@ from realgraph.commands.run import FAILED, INTERRUPTED, execute, report
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import Generate
 from realgraph.run.running import PreparedRun, beside, prepare
-from realgraph.run_file.local_data import data_files, has_split
+from realgraph.runtime.data.row_files import lacks_split
 from realgraph.runtime.job.job import CheckpointSpec, EvalSpec
 from realgraph.runtime.job.manifest import MANIFEST, damage
 from realgraph.runtime.job.run_folder import RunFolder
@@ -40,7 +40,7 @@ def for_evaluation(prepared: PreparedRun, checkpoint: Path | None) -> PreparedRu
     """The same run with no steps and one evaluation at its start, of `checkpoint` if one is given."""
     job = prepared.job
     spec = job.eval or EvalSpec()
-    if spec.data is None and data_files(job.data.path) and not has_split(job.data, "test"):
+    if spec.data is None and lacks_split(job.data, "test"):
         text = "the run names no held-out data"
         hint = "add eval: {data: {path: ..., columns: ...}} to the run file"
         raise ConfigError([Problem(prepared.checked.where("$.eval"), text, hint)])

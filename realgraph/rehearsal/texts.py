@@ -10,7 +10,7 @@ from realgraph.graphs.graph import Graph
 from realgraph.graphs.keys import MASK, OF_DATA, TOKENS
 from realgraph.rehearsal.models import CHARACTERS
 from realgraph.rehearsal.scale import ToyScale
-from realgraph.run_file.local_data import data_files
+from realgraph.runtime.data.row_files import files_at
 from realgraph.runtime.job.job import DataSpec
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def real_rows(data: DataSpec, graph: Graph, scale: ToyScale, n_rows: int) -> lis
     from realgraph.runtime.data.tokenize import VOCABULARIES, load_tokenizer
 
     folder = Path(tokenizer_source(graph)[0]).expanduser()
-    if not data_files(data.path) or not any((folder / name).is_file() for name in VOCABULARIES):
+    if not files_at(data.path) or not any((folder / name).is_file() for name in VOCABULARIES):
         return []
     inputs = {key.name: key.type for key in graph.inputs}
     rows = DataSet(data, inputs, load_tokenizer(str(folder)), graph.samples_per_group)

@@ -40,12 +40,13 @@ from realgraph.graphs.yaml.schema import check, prepare, type_of
 from realgraph.planner.inputs.detect import AUTO
 from realgraph.planner.inputs.devices import device_kind
 from realgraph.run_file.eval_checks import eval_mistakes
-from realgraph.run_file.local_data import LocalData, data_files, is_hub_id, probe_data
+from realgraph.run_file.local_data import LocalData, is_hub_id, probe_data
 from realgraph.run_file.local_models import model_problems
 from realgraph.run_file.rollout_checks import rollout_mistakes
 from realgraph.run_file.run_spec import RunSpec
 from realgraph.run_file.template_checks import template_mistakes
 from realgraph.run_file.user_code import function_problems, functions_folder
+from realgraph.runtime.data.row_files import files_at
 
 
 class Composed(Struct, frozen=True):
@@ -203,7 +204,7 @@ def _with_absolute_paths(document: Document, graph_file: Path, file: Path) -> tu
         if where.file == shown_name(graph_file) and graph_file.is_relative_to(file.parent):
             base = graph_file.parent
         target = base / Path(given).expanduser()
-        exists = target.is_dir() or (what != "model" and bool(data_files(str(target))))
+        exists = target.is_dir() or (what != "model" and bool(files_at(str(target))))
         if not exists and not is_hub_id(given):
             hint = f"expected a {what} at {target}, or a Hub id such as {_EXAMPLES[what]}"
             problems.append(Problem(where, f"there is no {what} {given!r}", hint, "path"))
@@ -280,7 +281,7 @@ def _check(composed: Composed, problems_before: Sequence[Problem], weights: bool
 def _eval_data_problems(composed: Composed, graph: Graph) -> Sequence[Problem]:
     """Held-out data that can't be read, or lack a column that the graph reads."""
     spec = composed.run.eval.data if composed.run.eval is not None else None
-    if spec is None or not data_files(spec.path):
+    if spec is None or not files_at(spec.path):
         return ()
     try:
         columns = probe_data(spec.path, 1, composed.where("$.eval.data.path"), spec.split).columns

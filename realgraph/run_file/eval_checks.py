@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from realgraph.graphs.check.switch import switch_off
 from realgraph.graphs.errors import suggest
 from realgraph.graphs.spec import Function, GraphSpec, leading_call
-from realgraph.run_file.local_data import data_files, has_split
 from realgraph.run_file.rollout_checks import Mistake
 from realgraph.run_file.run_spec import RunSpec
+from realgraph.runtime.data.row_files import lacks_split
 from realgraph.runtime.job.job import EvalSpec
 
 LEAST_KEPT = 2  # checkpoints, so that one can be read while the next is saved
@@ -31,7 +31,7 @@ def eval_mistakes(run: RunSpec, spec: EvalSpec, graph: GraphSpec) -> Iterator[Mi
         yield "$.eval.on", text, "set staleness to 1 or more, or leave eval.on out"
     if spec.on == "checkpoint":
         yield from _unsaved(run, spec)
-    if spec.data is None and spec.active and data_files(run.data.path) and not has_split(run.data, "test"):
+    if spec.data is None and spec.active and lacks_split(run.data, "test"):
         text = "the training data are files, which have no test split to evaluate on"
         yield "$.eval", text, "give eval.data: {path: ...}, or eval.every: 0"
 

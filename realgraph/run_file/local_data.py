@@ -1,6 +1,5 @@
 """Facts of a data set that need no reading of it all: its columns and number of rows. No network, no torch."""
 
-import glob
 import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -9,11 +8,10 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.runtime.data import row_files
 from realgraph.runtime.data.row_content import COMPRESSED, csv_header, csv_records, form_of, unpacked
+from realgraph.runtime.data.row_files import data_files, files_at
 from realgraph.runtime.job.job import DataSpec
 
 # Rows of larger files are not counted: `check` answers at once.
@@ -34,13 +32,13 @@ def probe_data(path: str, limit: int | None, where: Where, split: str = "train")
 
     Raises ConfigError at `where` for what is missing or can't be read.
     """
-    if not data_files(path) and not Path(path).expanduser().is_dir():
+    if not files_at(path) and not Path(path).expanduser().is_dir():
         if is_hub_id(path):
             return LocalData()
         hint = "a JSONL, CSV or parquet file, a folder or glob of them, or a Hub id such as openai/gsm8k"
         raise ConfigError([Problem(where, f"no data at {path}", hint, "data")])
     try:
-        files = row_files.data_files(DataSpec(path, split=split))
+        files = data_files(DataSpec(path, split=split))
     except ConfigError as error:
         (problem,) = error.problems
         raise ConfigError([Problem(where, f"{path}: {problem.text}", problem.hint, problem.rule)]) from error
@@ -66,24 +64,6 @@ def is_hub_id(path: str) -> bool:
     """True where a path that is not there can be the id of a data set or model on the Hub."""
     looks_local = path.startswith((".", "/", "~")) or form_of(Path(path)) is not None
     return not looks_local and _HUB_ID.fullmatch(path) is not None
-
-
-def data_files(path: str) -> tuple[Path, ...]:
-    """The files that a path names, of any split, in order; empty where there are none."""
-    place = Path(path).expanduser()
-    if place.is_file():
-        return (place,)
-    pattern = str(place / "*") if place.is_dir() else str(place)
-    files = [Path(name) for name in sorted(glob.glob(pattern))]
-    return tuple(file for file in files if form_of(file) is not None and file.is_file())
-
-
-def has_split(spec: DataSpec, split: str) -> bool:
-    """True of a folder whose files are named by split, this one too."""
-    try:
-        return bool(row_files.data_files(replace(spec, split=split)))
-    except ConfigError:
-        return False
 
 
 def first_rows(file: Path, most: int, where: Where) -> Iterator[dict[str, Any]]:

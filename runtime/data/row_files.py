@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError, Where
 from realgraph.runtime.data import hub
@@ -55,15 +56,34 @@ def open_rows(spec: DataSpec) -> RowReader:
     return rows
 
 
+def files_at(path: str) -> list[Path]:
+    """The files that a path names, of any split, sorted; none where it names none, such as a Hub id."""
+    place = Path(path).expanduser()
+    if place.is_file():
+        return [place]
+    files = [Path(name) for name in sorted(glob.glob(str(place / "*") if place.is_dir() else str(place)))]
+    return [file for file in files if form_of(file) and file.is_file()]
+
+
+def lacks_split(spec: DataSpec, split: str) -> bool:
+    """True of files that have no such split: those of no folder, or of one that names others."""
+    if not files_at(spec.path):
+        return False
+    try:
+        data_files(replace(spec, split=split))
+    except ConfigError:
+        return True
+    return False
+
+
 def data_files(spec: DataSpec) -> tuple[Path, ...]:
     """The files that `spec.path` names, sorted; none for a Hub id. Raises ConfigError.
 
     In a folder whose files are named by split (`train.jsonl`, `test-00000.parquet`) only those of `spec.split` count; a
     single file or a glob is the training split, whatever its name.
     """
-    place = Path(spec.path).expanduser()
+    place, files = Path(spec.path).expanduser(), files_at(spec.path)
     if place.is_dir():
-        files = _usable(str(place / "*"))
         if not files:
             raise problem(Where(spec.path), f"the folder holds no {', '.join(FORMS)} file")
         named = [file for file in files if _split_of(file)]
@@ -75,7 +95,6 @@ def data_files(spec: DataSpec) -> tuple[Path, ...]:
         elif spec.split != "train":
             raise _no_split(spec)
         return _one_kind(files, spec)
-    files = [place] if place.is_file() else _usable(str(place))
     if files:
         if spec.split != "train":
             raise _no_split(spec)
@@ -84,11 +103,6 @@ def data_files(spec: DataSpec) -> tuple[Path, ...]:
         hint = "a JSONL, CSV or parquet file, a folder or glob of them, or a Hub id such as openai/gsm8k"
         raise problem(Where(spec.path), "there is no such file or folder", hint)
     return ()
-
-
-def _usable(pattern: str) -> list[Path]:
-    files = [Path(name) for name in sorted(glob.glob(pattern))]
-    return [file for file in files if form_of(file) and file.is_file()]
 
 
 def _split_of(file: Path) -> str:
