@@ -11,7 +11,13 @@ DType = Literal["bool", "int32", "int64", "float32", "float64", "tokens", "text"
 LEVELS: tuple[Level, ...] = ("step", "group", "sample", "token")
 # those that data and functions may have
 DTYPES: tuple[DType, ...] = ("bool", "int32", "int64", "float32", "float64", "tokens", "text", "json")
-_LARGEST = {"int32": 2**31 - 1, "int64": 2**63 - 1, "float32": (2 - 2**-23) * 2.0**127, "float64": sys.float_info.max}
+_FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+_RANGES: dict[str, tuple[float, float]] = {
+    "int32": (-(2**31), 2**31 - 1),
+    "int64": (-(2**63), 2**63 - 1),
+    "float32": (-_FLOAT32_MAX, _FLOAT32_MAX),
+    "float64": (-sys.float_info.max, sys.float_info.max),
+}
 
 
 class LogprobSemantics(Struct, frozen=True):
@@ -37,8 +43,8 @@ class KeyType(Struct, frozen=True):
 
 def fits(value: int | float, dtype: DType) -> bool:
     """True of a finite number within the range of a numeric dtype."""
-    largest = _LARGEST[dtype]
-    return -largest - dtype.startswith("int") <= value <= largest
+    least, most = _RANGES[dtype]
+    return least <= value <= most
 
 
 def parse_key_type(text: str) -> KeyType:

@@ -146,18 +146,25 @@ def test_no_interrupt_ends_a_fork_server_not_even_while_it_starts(number: signal
     assert server.wait(10) == 0
 
 
+SLOW_TO_LOAD = """
+from pathlib import Path
+from tests.waiting import until
+Path(__file__).with_name("loading").touch()
+until(Path(__file__).with_name("alone").exists)
+"""
+
+
 def test_a_fork_server_ends_without_a_word_when_its_owner_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     ours, theirs = socket.socketpair()
-    (tmp_path / "slow_to_load.py").write_text(
-        f"import time\nopen({str(tmp_path / 'loading')!r}, 'w')\ntime.sleep(0.5)\n"
-    )
+    (tmp_path / "slow_to_load.py").write_text(SLOW_TO_LOAD)
     with theirs, (tmp_path / "stderr").open("w") as stderr:
         command = processes.command_line(theirs.fileno(), ("slow_to_load",))
         server = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stderr=stderr)
     assert until((tmp_path / "loading").exists)
     ours.close()
+    (tmp_path / "alone").touch()
     assert server.wait(30) == 0
     assert not (tmp_path / "stderr").read_text()

@@ -130,8 +130,11 @@ def read_document(file: Path, shown: str) -> Document:
     try:
         text = read_text(file, MOST_BYTES)
     except OSError as error:
-        hint = _files_inside(file, shown) if isinstance(error, IsADirectoryError) else ""
-        hint = _files_beside(file) if isinstance(error, FileNotFoundError) else hint
+        hint = ""
+        if isinstance(error, IsADirectoryError):
+            hint = _files_inside(file, shown)
+        elif isinstance(error, FileNotFoundError):
+            hint = _files_beside(file)
         raise ConfigError([Problem(Where(shown), f"can't be read: {error.strerror or error}", hint)]) from error
     except UnicodeDecodeError as error:
         raise ConfigError([Problem(Where(shown), f"is not UTF-8 text: byte {error.start}")]) from error

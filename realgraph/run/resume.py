@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, reason
 from realgraph.graphs.spec import Train
-from realgraph.graphs.yaml.document import COMMAND_LINE, child, read_document
+from realgraph.graphs.yaml.document import COMMAND_LINE, ancestors, child, read_document
 from realgraph.graphs.yaml.files import read_file
 from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
@@ -158,13 +158,14 @@ def _refuse_overrides(checked: Checked, folder: RunFolder, done: int, unheard: S
     """
     problems, document = [], checked.composed.resolved.document
     before = read_document(folder.config, str(folder.config)).tree
-    given = [path for path, mark in document.marks.items() if mark.file == COMMAND_LINE and path.split(".")[1:2]]
-    for path in given:
-        section = path.split(".")[1]
-        last = not any(other.startswith(f"{path}.") for other in given)
-        if last and section in unheard and before.get(section) != document.tree[section]:
-            text = "a resumed run keeps its plan, which does not follow this"
-            problems.append(Problem(checked.where(path), text, _BY_PLAN_HINT))
+    given = [path for path, mark in document.marks.items() if mark.file == COMMAND_LINE]
+    for section in unheard:
+        if before.get(section) == document.tree[section]:
+            continue
+        inside = [path for path in given if f"$.{section}" in ancestors(path)]
+        values = [path for path in inside if not any(path in ancestors(other) for other in inside if other != path)]
+        text = "a resumed run keeps its plan, which does not follow this"
+        problems += [Problem(checked.where(path), text, _BY_PLAN_HINT) for path in values]
     where, named = checked.where("$.outputs.dir"), checked.run.outputs.dir
     if named and where.file == COMMAND_LINE and Path(named).expanduser().resolve() != folder.root.resolve():
         hint = "leave it out; to have the run elsewhere, move or copy its directory first"

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from realgraph.graphs.errors import Problem, Where
 from realgraph.graphs.spec import ModelRole
 from realgraph.graphs.yaml.files import read_file
-from realgraph.runtime.models.heads import ALIASES, HEAD
+from realgraph.runtime.models.heads import ALIASES, HEAD, without_head
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -54,8 +54,8 @@ def _head_problems(role: ModelRole, folder: Path, files: list[Path], where: Wher
     if numbers is None or numbers == 1 or (numbers == 0 and learns):
         return []
     if numbers == 0:
-        text = f"the weights in {folder} have no {role.head} head, and this role never learns one"
-        hint = "take a model that was trained with one (AutoModelForSequenceClassification saves it)"
+        lack, hint = without_head(role.head)
+        text = f"the weights in {folder} {lack}"
     else:
         text = f"the head of the weights in {folder} gives {numbers} numbers, and a {role.head} head gives one"
         hint = "take a model that was trained with num_labels=1; a classifier's labels are no score"

@@ -19,7 +19,7 @@ from realgraph.graphs.spec import ModelRole
 from realgraph.runtime.attention import attention
 from realgraph.runtime.attention.attention import PACKED
 from realgraph.runtime.attention.latent import put_latent_attention
-from realgraph.runtime.models.heads import HEAD, Head, network_class, prepare
+from realgraph.runtime.models.heads import HEAD, Head, network_class, prepare, without_head
 from realgraph.runtime.models.models import PackedModel
 from realgraph.runtime.models.weights import own_part, read_config, read_into, refuse, resolve, whole_shapes
 from realgraph.runtime.parallel.experts.block import name_experts
@@ -65,8 +65,8 @@ def build(role: ModelRole, path: str, start: Start) -> PackedModel:
         initialise(model, start.seed)
     elif HEAD in read_into(model.network, folder, role.head):
         if not (role.trainable or role.ema_rate or role.init):
-            hint = "take a model that was trained with one (AutoModelForSequenceClassification saves it)"
-            raise refuse(folder, f"the weights have no {role.head} head, and this role never learns one", hint)
+            lack, hint = without_head(role.head)
+            raise refuse(folder, f"the weights {lack}", hint)
         dict(model.network.named_parameters())[HEAD].data.zero_()
     return model.eval()
 

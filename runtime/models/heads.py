@@ -27,6 +27,12 @@ SUPPORTED = {
 }
 
 
+def without_head(head: Head) -> tuple[str, str]:
+    """What is wrong with weights that lack the head of a role that never learns one, and the hint."""
+    hint = "take a model that was trained with one (AutoModelForSequenceClassification saves it)"
+    return f"have no {head} head, and this role never learns one", hint
+
+
 def network_class(config: Any, head: Head) -> Any:
     """transformers' class of a supported configuration under this head."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification  # slow to import
