@@ -28,7 +28,7 @@ SUPPORTED = {
 
 
 def without_head(head: Head) -> tuple[str, str]:
-    """What is wrong with weights that lack the head of a role that never learns one, and the hint."""
+    """The message about weights that lack the head of a role that never learns one, and its hint."""
     hint = "take a model that was trained with one (AutoModelForSequenceClassification saves it)"
     return f"have no {head} head, and this role never learns one", hint
 
