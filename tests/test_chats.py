@@ -157,6 +157,19 @@ def test_what_a_template_does_not_read_is_refused(
         DataSet(DataSpec(path, **fields), INPUTS, make_tokenizer(template))
 
 
+def test_a_message_that_the_template_leaves_out_is_named(tmp_path: Path) -> None:
+    chat = [GOOD, {"role": "assistant", "content": ""}, {"role": "system", "content": "Be brief."}, GOOD]
+    rows = [{"prompt": [GOOD], "answer": "1"}, {"prompt": chat, "answer": "1"}]
+    path = write(tmp_path / "a.jsonl", rows)
+    data = DataSet(DataSpec(path), INPUTS, make_tokenizer(USERS_ONLY))
+    data.row(0)
+    with pytest.raises(
+        ConfigError, match=r"a\.jsonl:2: \$\.prompt\[2\]\.role: .*leaves messages of the role 'system' out"
+    ):
+        data.row(1)
+    assert DataSet(DataSpec(path), INPUTS, make_tokenizer(CHATML)).row(1)
+
+
 # --- messages ----------------------------------------------------------------------------------------------------
 
 GOOD = {"role": "user", "content": "hello"}

@@ -95,6 +95,7 @@ def test_best_and_spread() -> None:
         ("sample", {"a": "sample tokens"}, [1, 2], {"a": [1, 2]}),
         ("sample", {"a": "sample float32"}, {"a": 2.0}, {"a": 2.0}),
         ("sample", {"a": "sample float32"}, None, "returned None for 'a'; expected a finite number"),
+        ("sample", {"a": "sample float32"}, {"score": 1.0, "acc": 1}, r"number .* each of its keys, score, acc, under"),
         ("sample", {"a": "sample float32", "b": "sample bool"}, 1.0, "expected a mapping with the keys a, b"),
         ("sample", {"a": "sample float32", "b": "sample bool"}, {"a": 1}, r"returned the keys \['a'\]"),
         ("sample", {}, None, {}),

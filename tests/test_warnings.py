@@ -66,6 +66,18 @@ def test_a_term_that_falls_with_what_it_reads_is_named() -> None:
     assert "reads 'ref_logprobs' of the call 'ref_logp', and models.ref.when is off" in warning.text
 
 
+@pytest.mark.parametrize(
+    ("steps", "said"), [(None, ""), (3, ""), (2, "the whole run has 4"), (1, "the whole run has 2")]
+)
+def test_a_warm_up_longer_than_the_run_is_named(steps: int | None, said: str) -> None:
+    changes = {"calls.train.optimizer.warmup_steps": 6, "calls.train.epochs": 2}
+    found = warnings_of(spec_of(change(rl_tree(), changes)), where, set().__contains__, steps)
+    assert [warning.rule for warning in found] == (["endless_warmup"] if said else [])
+    for warning in found:
+        assert warning.where.path == "$.calls.train.optimizer.warmup_steps"
+        assert f"takes 6 optimizer steps, but {said}" in warning.text
+
+
 def test_every_warning_is_tried() -> None:
     assert {warn.__name__ for warn in WARNINGS} == {rule for _, rules in CASES.values() for rule in rules} | {
         "pairs_without_order"

@@ -16,13 +16,19 @@ Written = Callable[[str], bool]  # whether a file or the command line gave the v
 Warn = Callable[[Draft, Written], Iterator[Problem]]
 
 
-def warnings_of(spec: GraphSpec, where: Callable[[str], Where], written: Written) -> tuple[Problem, ...]:
-    """Warnings of a graph that compiles, in the order of their places; `rule` names the warning."""
+def warnings_of(
+    spec: GraphSpec, where: Callable[[str], Where], written: Written, steps: int | None = None
+) -> tuple[Problem, ...]:
+    """Warnings of a graph that compiles, in the order of their places; `rule` names the warning.
+
+    steps: of the run, where it is known.
+    """
     live, switched_off = switch_off(spec)
     draft = infer(live, where, switched_off)
     warnings = [structs.replace(problem, rule=warn.__name__) for warn in WARNINGS for problem in warn(draft, written)]
     fallen = (structs.replace(problem, rule=entries_left_out.__name__) for problem in entries_left_out(spec, draft))
-    return tuple(sorted([*warnings, *fallen]))
+    unfinished = (structs.replace(problem, rule=endless_warmup.__name__) for problem in endless_warmup(draft, steps))
+    return tuple(sorted([*warnings, *fallen, *unfinished]))
 
 
 def kl_without_gradient(draft: Draft, written: Written) -> Iterator[Problem]:
@@ -108,6 +114,23 @@ def pairs_without_order(draft: Draft, written: Written) -> Iterator[Problem]:
             text = f"the term {entry!r} prefers sample 0 of a group to sample 1, but samples are not ordered by quality"
             hint = "take pairs from the data (columns chosen and rejected), or write the loss as an `apply` term"
             yield draft.problem(path, text, hint)
+
+
+def endless_warmup(draft: Draft, steps: int | None) -> Iterator[Problem]:
+    """A warm-up that is longer than the run: the learning rate never reaches the one that the file names."""
+    if steps is None:
+        return
+    trains = list(draft.of(Train))
+    for name, call in trains:
+        n_steps = steps * sum(other.epochs * other.minibatches for _, other in trains if other.model == call.model)
+        n_warmup = call.optimizer.warmup_steps
+        if n_warmup > n_steps:
+            text = (
+                f"the warm-up takes {n_warmup:,} optimizer steps, but the whole run has {n_steps:,}: "
+                f"the learning rate ends at {n_steps / n_warmup:.0%} of {call.lr:g}"
+            )
+            hint = f"set it to at most {n_steps}, or raise `steps`"
+            yield draft.problem(f"$.calls.{name}.optimizer.warmup_steps", text, hint)
 
 
 WARNINGS: tuple[Warn, ...] = (

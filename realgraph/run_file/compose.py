@@ -273,7 +273,7 @@ def _check(composed: Composed, problems_before: Sequence[Problem], weights: bool
         problems += _eval_data_problems(composed, graph)
     if graph is None or problems:
         raise ConfigError(sorted(problems))
-    warnings = warnings_of(composed.spec, composed.where, composed.resolved.document.wrote)
+    warnings = warnings_of(composed.spec, composed.where, composed.resolved.document.wrote, facts.steps)
     traced_ones = tuple(traced(warning, composed.resolved.written) for warning in warnings)
     return Checked(graph, composed.run, facts, composed, traced_ones)
 

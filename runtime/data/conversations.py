@@ -85,12 +85,12 @@ def check_tools(value: Any) -> tuple[dict[str, Any], ...] | None:
     return tuple(value)
 
 
-def _left_out(system: str, tokenizer: Tokenizer, template: Template) -> bool:
-    """True where a chat is rendered as without its system message; one that is refused is named with its row."""
-    chat = [{"role": "user", "content": "hello"}]
+def _left_out(chat: list[dict[str, Any]], i: int, tokenizer: Tokenizer, template: Template) -> bool:
+    """True where the chat is rendered as without its message `i`; one that is refused is named with its row."""
+    text = (chat[i].get("content") or "").strip()
     try:
-        given = prompt_text([{"role": "system", "content": system}, *chat], tokenizer, template)
-        return system.strip() not in given and given == prompt_text(chat, tokenizer, template)
+        given = prompt_text(chat, tokenizer, template)
+        return text not in given and given == prompt_text([*chat[:i], *chat[i + 1 :]], tokenizer, template)
     except ValueError:
         return False
 
@@ -102,7 +102,8 @@ class Conversations:
     """
 
     def __init__(self, spec: DataSpec, tokenizer: Tokenizer) -> None:
-        self._spec, self.names = spec, template_names(tokenizer)
+        self._spec, self._tokenizer, self.names = spec, tokenizer, template_names(tokenizer)
+        self._rendered: set[tuple[str, bool]] = set()  # roles that the template has been tried with; True: first
         self.on = bool(tokenizer.chat_template) if spec.chat is None else spec.chat
         self.template = Template(spec.template_args, spec.tools)
         self._check(tokenizer)
@@ -121,7 +122,8 @@ class Conversations:
         if spec.tools and not self.takes_tools:
             text = "data.tools is set, but the tokenizer's chat template reads no tools"
             raise problem(Where(path="$.data.tools"), text, "leave it out, or take a model whose template does")
-        if spec.system and spec.chat is not False and _left_out(spec.system, tokenizer, self.template):
+        chat = [{"role": "system", "content": spec.system}, {"role": "user", "content": "hello"}]
+        if spec.system and spec.chat is not False and _left_out(chat, 0, tokenizer, self.template):
             text = "data.system is set, but the tokenizer's chat template leaves system messages out"
             raise problem(Where(path="$.data.system"), text, "write it into the prompts, or leave it out")
 
@@ -139,8 +141,17 @@ class Conversations:
         return self.with_system(self.messages(value))
 
     def messages(self, value: Any) -> list[dict[str, Any]]:
-        """A value as checked messages. Raises ValueError."""
-        return check_messages(value, self.names)
+        """A value as checked messages. Raises ValueError, also for a role that the template leaves out."""
+        chat = check_messages(value, self.names)
+        for i, message in enumerate(chat):
+            role, first = message["role"], i == 0
+            if (role, first) in self._rendered or not message.get("content") or not self._tokenizer.chat_template:
+                continue
+            if _left_out(chat, i, self._tokenizer, self.template):
+                text = f"the tokenizer's chat template leaves messages of the role {role!r} out"
+                raise Misplaced(f"[{i}].role", f"{text}: give it a role that the template renders, or delete it")
+            self._rendered.add((role, first))
+        return chat
 
     def with_system(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages after the data set's system message, where they have none of their own."""

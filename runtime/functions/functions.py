@@ -136,14 +136,19 @@ def check_output(call: Function, unit: Unit, returned: object) -> dict[str, Any]
     names = list(call.writes)
     if not names:
         return {}
-    if len(names) == 1 and not (isinstance(returned, Mapping) and set(returned) == set(names)):
-        given: Mapping[Any, object] = {names[0]: returned}
-    elif isinstance(returned, Mapping) and set(returned) == set(names):
-        given = returned
-    else:
-        what = f"the keys {sorted(map(str, returned))}" if isinstance(returned, Mapping) else _show(returned)
+    mapping = returned if isinstance(returned, Mapping) else None
+    if mapping is not None and set(mapping) == set(names):
+        return {name: _value(call, unit, name, mapping[name]) for name in names}
+    if len(names) > 1:
+        what = f"the keys {sorted(map(str, mapping))}" if mapping is not None else _show(returned)
         raise ValueError(f"returned {what}; expected a mapping with the keys {', '.join(names)}")
-    return {name: _value(call, unit, name, given[name]) for name in names}
+    try:
+        return {names[0]: _value(call, unit, names[0], returned)}
+    except ValueError as error:
+        if mapping is None:
+            raise
+        keys = ", ".join(map(str, mapping))
+        raise ValueError(f"{error} (or name each of its keys, {keys}, under the call's `writes`)") from None
 
 
 def error_output(call: Function, unit: Unit) -> dict[str, Any]:
