@@ -110,13 +110,18 @@ class Row:
 def make_home(home: Path) -> None:
     """The quickstart's folder with a model that answers in the right form."""
     prepare_folder(home, "grpo", seed=1)
-    warm = prepare(home / "sft.yaml", [f"outputs.dir={home / 'sft'}", f"steps={WARM_STEPS}", "eval=null"], None)
-    outcome = execute(warm, Terminal(quiet=True))
+    warm_model(home)
+    if "ep" in AXES:
+        write_experts(home)
+
+
+def warm_model(home: Path) -> None:
+    """Fine-tune the model of a quickstart's folder for a few steps, and link it as `warm`."""
+    changes = [f"outputs.dir={home / 'sft'}", f"steps={WARM_STEPS}", "eval=null"]
+    outcome = execute(prepare(home / "sft.yaml", changes, None), Terminal(quiet=True))
     if outcome.saved is None:
         raise RuntimeError(f"the warm-up failed: {outcome.reason}")
     (home / WARM).symlink_to(outcome.saved / "actor")
-    if "ep" in AXES:
-        write_experts(home)
 
 
 def write_experts(home: Path) -> None:
