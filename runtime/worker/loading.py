@@ -11,6 +11,7 @@ from realgraph.graphs.keys import OF_DATA, TOKENS
 from realgraph.graphs.spec import Generate
 from realgraph.runtime.data.data import DataRow, DataSet, PromptConversation, TooLong, tokenizer_source
 from realgraph.runtime.data.own_tokens import open_own_tokens
+from realgraph.runtime.data.read_ahead import ReadAhead
 from realgraph.runtime.data.tokenize import Tokenizer, load_tokenizer
 from realgraph.runtime.generate.rollouts import Rollouts
 from realgraph.runtime.job.cursor import row_of
@@ -45,6 +46,8 @@ class Loading:
         self.own_tokens = open_own_tokens(job.graph)
         self._data = open_data(job.data, job.graph, self.tokenizer)
         self.n_rows = len(self._data)
+        self._a_step = job.batch.groups + job.batch.surplus
+        self._ahead = ReadAhead(self._data.row, 2 * self._a_step)
         held_out = job.held_out
         self._eval = open_data(held_out, job.graph, self.tokenizer, held_out=True) if held_out is not None else None
         limit = job.eval.limit if job.eval is not None else None
@@ -65,7 +68,10 @@ class Loading:
         return self.decode(row.group[self._prompt_key]) if isinstance(row, DataRow) else ""
 
     def _row(self, group: int) -> DataRow | TooLong:
-        return self._data.row(row_of(group, self.n_rows, self._job.seed, self._job.data.shuffle))
+        return self._ahead.row(self._row_of(group))
+
+    def _row_of(self, group: int) -> int:
+        return row_of(group, self.n_rows, self._job.seed, self._job.data.shuffle)
 
     def load_prompts(
         self, groups: Sequence[int], assembler: Assembler, prompt_key: str
@@ -89,6 +95,8 @@ class Loading:
     def _load(self, groups: Sequence[int], assembler: Assembler) -> tuple[dict[int, DataRow], tuple[int, ...]]:
         """The rows of groups, their keys in the store: by group, and by sample where the data give samples."""
         loaded = {group: self._row(group) for group in groups}
+        if not self._job.staleness:  # each step asks for its groups at once, after training
+            self._ahead.expect(self._row_of(group + self._a_step) for group in groups)
         rows = {group: row for group, row in loaded.items() if isinstance(row, DataRow)}
         columns: dict[str, dict[int, Any]] = {}
         for group, row in rows.items():
