@@ -37,6 +37,7 @@ from realgraph.profile.runs import StepRecorder
 from realgraph.run.costs_record import with_lengths
 from realgraph.run.running import PreparedRun, prepare
 from realgraph.runtime.master.observer import StepRecord
+from realgraph.runtime.master.step_metrics import planned_seconds
 from realgraph.screen.terminal import Terminal
 
 RESULTS = Path(__file__).parent / "results"
@@ -168,8 +169,7 @@ def run(home: Path, setting: Setting, number: int) -> list[StepRecord]:
 
 def predictions(request: PlanRequest, table: CostTable) -> Mapping[str, float]:
     """Seconds that the planner predicts for the pinned calls with these costs."""
-    plan = search(replace(request, costs=table))
-    return {name: allocation.seconds for name, allocation in plan.allocations.items()}
+    return planned_seconds(search(replace(request, costs=table)))
 
 
 def compare(home: Path, table: CostTable, settings: Sequence[Setting], rounds: int) -> list[Row]:

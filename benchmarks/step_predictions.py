@@ -61,7 +61,7 @@ class Setting:
         return f"{self.algorithm:<4} {self.layout:<11} {self.groups:>3} groups"
 
     def overrides(self) -> dict[str, Any]:
-        """What the run file is changed by."""
+        """Changes to the run file."""
         calls = CALLS[self.algorithm]
         generates = self.algorithm != "sft"
         if self.layout == "staleness 2":
@@ -137,7 +137,7 @@ def report(rows: Sequence[Row]) -> bool:
 
 def main() -> int:
     """Profile, run each setting twice, compare; 1 where a claim does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--costs", type=Path, help="a table of `realgraph profile` on this machine, to save the time")
     parser.add_argument("--only", default="", help="settings whose names have this; writes nothing")
     asked = parser.parse_args()

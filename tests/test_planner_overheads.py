@@ -8,17 +8,18 @@ from benchmarks.published_steps import SYSTEM, Batch, Engines, layout_of, overhe
 from realgraph.planner.costs.engine_overheads import NO_OVERHEADS, EngineOverheads
 from realgraph.planner.inputs.devices import device_kind
 from realgraph.planner.inputs.workload import Workload
-from realgraph.planner.options.calls import free_seconds, overhead_seconds, setting_of
+from realgraph.planner.options.calls import free_seconds, overhead_seconds, setting_of, step_end_seconds
 from realgraph.planner.options.moves import Place, longest_moves, move_matrix
 from realgraph.planner.options.pricing import PricedOption
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.plan.option import CallOption, Residency
 from realgraph.planner.plan.plan import Plan
-from realgraph.planner.request.cost_table import CostTable
+from realgraph.planner.request.cost_table import CostTable, PhaseFactor
 from realgraph.planner.request.engine_support import TORCH, TORCH_OVERHEADS
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
-from realgraph.planner.search.search import search
+from realgraph.planner.search.search import reprice, search
+from realgraph.runtime.master.step_metrics import planned_seconds
 from tests.planner_cases import cluster, grpo, known, ppo, request
 
 APART = {"rollout": Pin(first=0, devices=4, tp=2), "train": Pin(first=4, devices=4)}
@@ -89,7 +90,7 @@ def test_our_own_engines_send_a_row_for_each_expert_and_other_systems_one_for_ea
 
 def test_a_cpu_and_measured_factors_hold_what_was_measured_with_them() -> None:
     cpu = request(grpo(), machine=cluster("cpu", 2))
-    assert cpu.overheads(cpu.cluster) == NO_OVERHEADS
+    assert cpu.overheads(cpu.cluster) == EngineOverheads(step_seconds=TORCH_OVERHEADS.step_seconds)
     gpu = request(grpo())
     assert gpu.overheads(gpu.cluster) == TORCH_OVERHEADS
     factors = device_kind("H100-SXM").costs
@@ -99,13 +100,23 @@ def test_a_cpu_and_measured_factors_hold_what_was_measured_with_them() -> None:
     assert measured.step_seconds == TORCH_OVERHEADS.step_seconds
     given = EngineOverheads(step_seconds=3.0)
     assert replace(cpu, costs=CostTable(overheads=given)).overheads(cpu.cluster) == given
+    known = replace(cpu, costs=CostTable(overheads=given, step_seconds=4.0))
+    assert known.overheads(cpu.cluster) == EngineOverheads(step_seconds=4.0)
 
 
 def test_the_controller_ends_a_step_with_the_training_of_what_generates() -> None:
     asked = replace(request(ppo()), engine=replace(TORCH, overheads=EngineOverheads(step_seconds=5.0)))
-    layout, machine = Layout(DeviceMesh(0, 8), dp=8), asked.cluster
-    ends = {name: overhead_seconds(asked, name, layout, machine) for name in asked.mesh_calls}
-    assert {name for name, seconds in ends.items() if seconds} == {"actor_train"}
+    machine = asked.cluster
+    ends = {name: step_end_seconds(asked, name, machine) for name in asked.mesh_calls}
+    assert {name: seconds for name, seconds in ends.items() if seconds} == {"actor_train": 5.0}
+    plan = search(asked)
+    assert {name: one.step_end_seconds for name, one in plan.allocations.items()} == ends
+    without = search(replace(asked, engine=replace(TORCH, overheads=NO_OVERHEADS)))
+    assert plan.period_seconds == pytest.approx(without.period_seconds + 5.0, rel=0.02)
+    assert planned_seconds(plan)["actor_train"] == pytest.approx(plan.allocations["actor_train"].seconds - 5.0)
+    slow = replace(asked, costs=CostTable(phases={"train": PhaseFactor(2.0, error=0.1)}))
+    again = reprice(slow, plan).allocations["actor_train"]
+    assert again.seconds == pytest.approx(2 * planned_seconds(plan)["actor_train"] + 5.0)  # it is part of no train call
 
 
 def test_an_engine_wakes_where_others_may_have_had_its_devices() -> None:

@@ -12,7 +12,7 @@ from realgraph.graphs.spec import Advantage, Function, Generate, ModelRole, Trai
 from realgraph.planner.costs.memory.memory import DType, communicators
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.workload import Workload
-from realgraph.planner.options.calls import is_trained, microbatches_of
+from realgraph.planner.options.calls import is_trained, microbatches_of, step_end_seconds
 from realgraph.planner.options.choices import candidates
 from realgraph.planner.options.couplings import free_floor, precedences
 from realgraph.planner.options.footprints import copy_of, holding
@@ -45,7 +45,8 @@ def test_measured_costs_speak_of_their_own_kind_of_device_alone() -> None:
         mesh, group = DeviceMesh(first, 8), MIXED.groups[group_of(MIXED, first)]
         found = [c for c in candidates(asked, "train", mesh, group) if list(options_of(asked, "train", c, group))]
         before, after = (next(options_of(each, "train", found[0], group)).seconds for each in (asked, measured))
-        assert after == pytest.approx(factor * before)
+        end = step_end_seconds(asked, "train", group)
+        assert after - end == pytest.approx(factor * (before - end))
 
 
 def test_measured_moves_speak_of_their_own_kind_of_device_alone() -> None:

@@ -5,6 +5,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
@@ -26,10 +28,11 @@ from realgraph.planner.inputs.cluster import ClusterSpec
 from realgraph.planner.inputs.detect import Gpu, Probe, resolve
 from realgraph.planner.request.cost_table import COSTS_FILE, CostTable, load_costs
 from realgraph.planner.request.request import at_staleness, call_hashes
+from realgraph.planner.search.search import reprice
 from realgraph.profile.command import ProfileRequest, machine_of, profile_command
-from realgraph.run.costs_record import MOST_STEPS, CostsFile, Planned, SomeSteps, costs_of
+from realgraph.run.costs_record import MOST_STEPS, CostsFile, Planned, SomeSteps, costs_of, covered
 from realgraph.run.running import prepare
-from realgraph.runtime.master.observer import RunEnded, RunStarted, StepRecord
+from realgraph.runtime.master.observer import RunEnded, RunStarted, Span, StepRecord
 from realgraph.runtime.profile.launch import measure
 from realgraph.runtime.profile.worker import still_falls
 from tests.runs import GRPO, apart, finish, home, merged, records, write_run
@@ -100,6 +103,37 @@ def test_the_first_steps_do_not_count_and_lengths_do(home: Path) -> None:
     ]
     assert (found := costs_of(run, longer, now)) is not None
     assert found.calls[1].predicted_seconds > many.calls[1].predicted_seconds
+
+
+def test_what_a_step_takes_beside_its_calls_counts_once(home: Path, tmp_path: Path) -> None:
+    """Each step: rollout 1 s, a function of 0.5 s, train 2 s, evaluation 3 s partly beside it, 0.25 s of nothing."""
+    run = planned(home)
+    observer = CostsFile(run, tmp_path / COSTS_FILE)
+    for number in range(5):
+        at = 10.0 * number
+        for worker in (0, 1):
+            observer.observe(Span(worker, "rollout", number, at, at + 1.0))
+            observer.observe(Span(worker, "reward", number, at + 0.9, at + 1.5))
+            observer.observe(Span(worker, "train", number, at + 1.5, at + 3.5 - worker / 10))
+        observer.observe(Span(0, "evaluate", -1, at + 3.0, at + 6.0))
+        observer.observe(StepRecord(number, 6.25, steps([1.0])[0].metrics))
+    observer.observe(RunEnded(5, "finished", True))
+    table = load_costs(tmp_path)
+    plan = run.plan
+    free = plan.period_seconds - covered(
+        (plan.starts[name], plan.starts[name] + one.seconds) for name, one in plan.allocations.items()
+    )
+    assert table.step_seconds == pytest.approx(0.75 - free)  # 0.5 s of the function, less what the plan knows of it
+    again = reprice(replace(run.request, costs=table), plan)
+    last = max(again.allocations.values(), key=lambda one: one.step_end_seconds)
+    assert (last.step_end_seconds, again.allocations["train"]) == (table.step_seconds, last)
+    assert again.period_seconds == pytest.approx(1.0 + 2.0 + 0.75, abs=0.05)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9))))
+def test_covered_time_is_counted_once(spans: list[tuple[int, int]]) -> None:
+    seconds = {at + i for at, n in spans for i in range(n)}
+    assert covered((at, at + n) for at, n in spans) == len(seconds)
 
 
 def test_generation_that_overlaps_other_steps_is_left_out(home: Path) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -78,7 +79,7 @@ def test_an_error_reaches_who_asks_and_the_reader_goes_on() -> None:
 
 def test_a_data_set_is_read_by_two_threads_at_once(tmp_path: Path) -> None:
     prompts = [[{"role": "user", "content": f"count to {i}: " + "one two " * (i % 7)}] for i in range(200)]
-    rows = [{"prompt": prompt, "answer": str(i)} for i, prompt in enumerate(prompts)]
+    rows: list[dict[str, Any]] = [{"prompt": prompt, "answer": str(i)} for i, prompt in enumerate(prompts)]
     rows[150]["prompt"] = 3
     inputs = {"prompt": KeyType("group", "tokens"), "answer": KeyType("group", "text")}
     spec = DataSpec(write(tmp_path / "a.jsonl", rows))

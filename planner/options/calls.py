@@ -12,7 +12,7 @@ from realgraph.planner.costs.backend import backend_of
 from realgraph.planner.costs.compute.inference import inference_seconds
 from realgraph.planner.costs.compute.move import transfer_seconds
 from realgraph.planner.costs.compute.train import TrainWork, microbatches, train_seconds
-from realgraph.planner.costs.engine_overheads import NO_OVERHEADS, with_overheads
+from realgraph.planner.costs.engine_overheads import EngineOverheads, with_overheads
 from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds
 from realgraph.planner.costs.lengths import lengths_of
 from realgraph.planner.costs.memory.terms import CACHE_PAGE_TOKENS, CACHE_SPARE_TOKENS
@@ -158,7 +158,7 @@ def setting_of(
     if engine.cache_bytes is not None and generates:
         backend = replace(backend or backend_of(layout, cluster.is_cpu), cache_bytes=engine.cache_bytes)
     overheads, apart = request.overheads(cluster), layout.tp * layout.pp > cluster.devices_per_node
-    if overheads != NO_OVERHEADS:
+    if overheads != EngineOverheads(step_seconds=overheads.step_seconds):  # the end of a step is part of no call
         factors = with_overheads(factors or device_kind(cluster.kind).costs, overheads, apart)
     model, role, masked = request.model(call), request.role(call), generates and engine.masks_windows
     return Setting(model, role, layout, cluster, factors, backend, engine.cuts_served_experts, masked)
@@ -173,16 +173,14 @@ def setting_seconds(request: PlanRequest, call: str, setting: Setting, candidate
 
 
 def overhead_seconds(request: PlanRequest, call: str, layout: Layout, cluster: Cluster) -> float:
-    """Seconds of one call that neither its passes nor its inputs explain: the controller's events, its work at the end
-    of a step, and the waking up of an engine whose devices others had.
+    """Seconds of one call that neither its passes nor its inputs explain: the controller's events, and the waking up of
+    an engine whose devices others had.
 
     A session of generation is taken to wake up wherever another call may have had its devices, whatever the plan: what
     one call costs depends on no other call's place. A stream wakes up when it was paused: see `generate_work`.
     """
     overheads = request.overheads(cluster)
     seconds = overheads.call_device_seconds * layout.mesh.n_devices
-    if call == request.graph.last_call:
-        seconds += overheads.step_seconds
     if isinstance(request.graph.calls[call], Generate) and _gives_way(request, call):
         seconds += _wake_seconds(request, call, cluster)
     return seconds
@@ -191,6 +189,11 @@ def overhead_seconds(request: PlanRequest, call: str, layout: Layout, cluster: C
 def _wake_seconds(request: PlanRequest, call: str, cluster: Cluster) -> float:
     overheads = request.overheads(cluster)
     return overheads.wake_seconds + overheads.wake_layer_seconds * request.model(call).layers
+
+
+def step_end_seconds(request: PlanRequest, call: str, cluster: Cluster) -> float:
+    """Seconds of the controller between a step's last call and the next step's first; 0 after other calls."""
+    return request.overheads(cluster).step_seconds if call == request.graph.last_call else 0.0
 
 
 def _gives_way(request: PlanRequest, call: str) -> bool:

@@ -29,6 +29,7 @@ from realgraph.planner.options.calls import (
     setting_of,
     sized,
     stays_beside,
+    step_end_seconds,
     streams,
 )
 from realgraph.planner.options.footprints import running_bound, states_of, waiting
@@ -82,13 +83,15 @@ class Correction(Struct, frozen=True):
     error: float = 0.0  # relative standard error of the seconds
     measured_seconds: float | None = None
 
-    def of(self, timing: Timing, more: float) -> Timing:
-        """A timing with `more` seconds besides."""
+    def of(self, timing: Timing, more: float, after: float) -> Timing:
+        """A timing with `more` seconds besides, which measurements hold too, and `after` seconds, which they don't."""
         if self.measured_seconds is not None:
-            return Timing(self.measured_seconds, self.measured_seconds, timing.running, self.error)
-        seconds = self.factor * (timing.seconds + more) + self.constant_seconds
+            seconds = self.measured_seconds + after
+            return Timing(seconds, seconds, timing.running, self.error)
+        constant = self.constant_seconds + after
+        seconds = self.factor * (timing.seconds + more) + constant
         rest = timing.latency - timing.whole * timing.seconds
-        latency = timing.whole * seconds + self.factor * (rest + more) + self.constant_seconds
+        latency = timing.whole * seconds + self.factor * (rest + more) + constant
         return Timing(seconds, latency, timing.running, self.error, timing.whole)
 
 
@@ -172,15 +175,16 @@ def _timings(
     if kept not in known.beside:
         known.beside[kept] = _beside_seconds(request, call, candidate, cluster)
     more, correction = known.inputs[ranks] + known.beside[kept], correction_of(request, call, candidate)
+    after = step_end_seconds(request, call, cluster)
     if known.window is not None:
         devices = candidate.layout.mesh.n_devices
-        wanted = [i for i, one in enumerate(timings) if _within(known.window, devices, correction.of(one, more))]
+        wanted = [i for i, one in enumerate(timings) if _within(known.window, devices, correction.of(one, more, after))]
         missing = [number for number in wanted if (key, number) not in known.refined]
         parts = _refined(known.cuts[key], known.careful, missing) if missing else []
         known.refined.update(((key, number), cut) for number, cut in zip(missing, parts, strict=True))
         timings = tuple(one for number in wanted for one in known.refined[key, number])
     for base in timings:
-        yield base, correction.of(base, more)
+        yield base, correction.of(base, more, after)
 
 
 def _with_caches(nbytes: tuple[int, int, int], timing: Timing, in_place: bool) -> tuple[int, int, int]:
@@ -260,7 +264,8 @@ def candidate_stream(request: PlanRequest, call: str, candidate: CallOption, clu
 def stream_timing(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster, variant: Variant) -> Timing:
     """Timing of one stream of a generate call, as `options_of` prices its rows."""
     more = input_seconds(request, call, candidate.layout, cluster) + _beside_seconds(request, call, candidate, cluster)
-    return correction_of(request, call, candidate).of(_timing(variant), more)
+    after = step_end_seconds(request, call, cluster)
+    return correction_of(request, call, candidate).of(_timing(variant), more, after)
 
 
 def _beside_seconds(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> float:

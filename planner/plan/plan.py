@@ -24,7 +24,8 @@ class Allocation(CallOption, frozen=True):
     the call holds its mesh; `latency_seconds` until all its outputs are there, where a paused generate session makes
     that longer (0: the same). microbatches: of one optimizer step on one data-parallel rank. residency: a call that
     reads the trained copy in place is `resident`; whether it does follows from the layouts. input_seconds: of
-    `seconds`, to bring what the call reads from the devices that made it. prefetch_during: of an offloaded call, the
+    `seconds`, to bring what the call reads from the devices that made it. step_end_seconds: of the `seconds` of a
+    step's last call, those of the controller until the next step begins. prefetch_during: of an offloaded call, the
     call before it on all its devices, while which its states come from the host; '' where they come within `seconds`.
     prefetch_seconds: from the start of that call until they are there.
     """
@@ -47,6 +48,7 @@ class Allocation(CallOption, frozen=True):
     host_bytes: Count = 0  # per device, of what is offloaded
     error: Annotated[float, Meta(ge=0)] = 0.0  # standard deviation of ln(measured / predicted) of `seconds`
     input_seconds: Seconds = 0.0
+    step_end_seconds: Seconds = 0.0
     prefetch_during: str = ""
     prefetch_seconds: Seconds = 0.0
 

@@ -7,7 +7,7 @@ from msgspec import Struct, field
 
 from realgraph.graphs.graph import Edge, Graph
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, ModelRole, Train
-from realgraph.planner.costs.engine_overheads import NO_OVERHEADS, EngineOverheads, beside_factors
+from realgraph.planner.costs.engine_overheads import EngineOverheads, beside_factors
 from realgraph.planner.costs.memory.margin import MemorySpec
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.devices import device_kind
@@ -47,12 +47,17 @@ class PlanRequest(Struct, frozen=True):
         return self.graph.models[self.graph.role(call)]
 
     def overheads(self, cluster: Cluster) -> EngineOverheads:
-        """The overheads of the engines on a group of nodes: none beside a CPU's factors, which were measured with them,
-        and beside a GPU's measured ones what no such factor holds."""
+        """The overheads of the engines on a group of nodes: beside factors measured with them, such as a CPU's,
+        what none of those holds."""
+        known = self._known_overheads(cluster)
+        step = self.costs.step_seconds
+        return known if step is None else msgspec.structs.replace(known, step_seconds=step)
+
+    def _known_overheads(self, cluster: Cluster) -> EngineOverheads:
         if self.costs.overheads is not None:
             return self.costs.overheads
         if cluster.is_cpu:
-            return NO_OVERHEADS
+            return EngineOverheads(step_seconds=self.engine.overheads.step_seconds)
         measured = self.costs.factors is not None and self.costs.kind in ("", cluster.kind)
         return beside_factors(self.engine.overheads) if measured else self.engine.overheads
 

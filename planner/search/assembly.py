@@ -14,6 +14,7 @@ from realgraph.planner.options.calls import (
     most_running,
     sample_tokens,
     sequences_in_flight,
+    step_end_seconds,
     streams,
     tokens_in_flight,
 )
@@ -144,14 +145,16 @@ def _all_devices(request: PlanRequest, found: Mapping[int, tuple[Turn, ...]]) ->
 
 def _allocation(request: PlanRequest, call: str, option: PricedOption, mesh: DeviceMesh) -> Allocation:
     layout = replace(option.candidate.layout, mesh=mesh)
+    cluster = group_for(request, layout)
     return replace(
         allocation_of(replace(option.candidate, layout=layout)),
         seconds=option.seconds,
         latency_seconds=option.latency if option.latency > option.seconds else 0.0,
-        microbatches=microbatches_of(request, call, option.candidate, group_for(request, layout)),
+        microbatches=microbatches_of(request, call, option.candidate, cluster),
         running=option.running,
         error=option.error,
-        input_seconds=input_seconds(request, call, layout, group_for(request, layout)),
+        input_seconds=input_seconds(request, call, layout, cluster),
+        step_end_seconds=step_end_seconds(request, call, cluster),
     )
 
 

@@ -4,11 +4,13 @@ The first steps are left out: caches, allocators and worker processes warm up in
 planner's formulas say of the lengths that the run really had, so that a wrong guess of lengths is no error of costs.
 """
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import assert_never
+from typing import TypeVar, assert_never
 
 import msgspec
 from msgspec import Struct
@@ -41,6 +43,8 @@ WARM_UP_STEPS = 2  # left out, where more than twice as many follow; else all bu
 MOST_STEPS = 512  # of one start of a run that are kept: more would say the same of its costs
 NORMAL_DEVIATION_RATIO = 1.4826  # standard deviation over median absolute deviation, of a normal distribution
 N_LENGTH_QUANTILES = 128  # quantiles kept
+
+T = TypeVar("T")
 
 
 class Planned(Struct, frozen=True):
@@ -80,6 +84,26 @@ class SomeSteps:
         return (*self._first, *self._others)
 
 
+class TimeBeside:
+    """The seconds of each step in which nothing ran on a device: no call, no evaluation, no saving."""
+
+    def __init__(self, planned: Planned) -> None:
+        self._elsewhere = planned.request.graph.calls.keys() - planned.plan.allocations.keys()
+        self._spans: list[tuple[float, float]] = []
+        self.seconds: deque[float] = deque(maxlen=MOST_STEPS)
+
+    def ran(self, span: Span) -> None:
+        """Something of the present step."""
+        if span.call not in self._elsewhere:
+            self._spans.append((span.started, span.ended))
+
+    def ended(self, record: StepRecord) -> None:
+        """The present step is over."""
+        if self._spans:
+            self.seconds.append(max(0.0, record.seconds - covered(self._spans)))
+        self._spans.clear()
+
+
 class CostsFile:
     """An observer that writes the table of a run's costs when the run ends, in whatever way.
 
@@ -88,18 +112,23 @@ class CostsFile:
 
     def __init__(self, planned: Planned, path: Path) -> None:
         self._planned, self._path = planned, path
-        self._steps = SomeSteps()
+        self._steps, self._beside = SomeSteps(), TimeBeside(planned)
         self._before: CostTable | None = None
 
     def observe(self, record: RunRecord) -> None:
         match record:
             case RunStarted(first_step=first) if first and self._path.is_file():
                 self._before = _readable(self._path)
+            case Span():
+                self._beside.ran(record)
             case StepRecord():
                 self._steps.add(record)
+                self._beside.ended(record)
             case RunEnded():
-                self._write(costs_of(self._planned, self._steps.records, datetime.now(UTC), self._steps.every))
-            case RunStarted() | Span() | EvalRecord() | Transcript() | CheckpointRecord() | Note():
+                table = costs_of(self._planned, self._steps.records, datetime.now(UTC), self._steps.every)
+                beside = step_seconds(self._planned, tuple(self._beside.seconds))
+                self._write(table and replace(table, step_seconds=beside))
+            case RunStarted() | EvalRecord() | Transcript() | CheckpointRecord() | Note():
                 pass
             case _:
                 assert_never(record)
@@ -142,7 +171,36 @@ def costs_of(planned: Planned, steps: Sequence[StepRecord], now: datetime, every
     )
 
 
-def steady(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
+def step_seconds(planned: Planned, beside: Sequence[float]) -> float | None:
+    """The seconds that a step takes beside its calls, and beside what the plan knows of when none of them runs; None
+    where that is not known. beside: as measured, of each step."""
+    plan, kept = planned.plan, steady(beside)
+    if not kept or planned.request.workload.staleness:
+        return None
+    planned_spans = [
+        (plan.starts[name], plan.starts[name] + one.seconds - one.step_end_seconds)
+        for name, one in plan.allocations.items()
+    ]
+    planned_spans += [
+        (start, start + seconds)
+        for name, seconds in plan.reallocation_seconds.items()
+        if (start := plan.starts.get(reallocation_node(name))) is not None
+    ]
+    end = sum(one.step_end_seconds for one in plan.allocations.values())
+    idle = plan.period_seconds - end - covered(planned_spans)
+    return max(0.0, statistics.median(kept) - max(0.0, idle))
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of intervals, each with its start and its end."""
+    total, until = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def steady(steps: Sequence[T]) -> Sequence[T]:
     """The steps of one start of a run that count: without those that warm up."""
     return steps[WARM_UP_STEPS:] if len(steps) > 3 * WARM_UP_STEPS else steps[1:]
 

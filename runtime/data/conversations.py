@@ -122,7 +122,7 @@ class Conversations:
         if spec.tools and not self.takes_tools:
             text = "data.tools is set, but the tokenizer's chat template reads no tools"
             raise problem(Where(path="$.data.tools"), text, "leave it out, or take a model whose template does")
-        chat = [{"role": "system", "content": spec.system}, {"role": "user", "content": "hello"}]
+        chat: list[dict[str, Any]] = [{"role": "system", "content": spec.system}, {"role": "user", "content": "hello"}]
         if spec.system and spec.chat is not False and _left_out(chat, 0, tokenizer, self.template):
             text = "data.system is set, but the tokenizer's chat template leaves system messages out"
             raise problem(Where(path="$.data.system"), text, "write it into the prompts, or leave it out")

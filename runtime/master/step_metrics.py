@@ -62,7 +62,7 @@ def planned_seconds(plan: Plan) -> dict[str, float]:
     Left out are calls of which the plan predicts none, and reallocations where there are several: a step measures them
     as one, from the start of the first to the end of the last.
     """
-    predicted = {call: allocation.seconds for call, allocation in plan.allocations.items()}
+    predicted = {call: one.seconds - one.step_end_seconds for call, one in plan.allocations.items()}
     if len(plan.reallocation_seconds) == 1:
         (predicted[REALLOCATE],) = plan.reallocation_seconds.values()
     return {name: seconds for name, seconds in predicted.items() if seconds > 0}
