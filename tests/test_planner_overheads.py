@@ -100,7 +100,7 @@ def test_a_cpu_and_measured_factors_hold_what_was_measured_with_them() -> None:
     assert measured.step_seconds == TORCH_OVERHEADS.step_seconds
     given = EngineOverheads(step_seconds=3.0)
     assert replace(cpu, costs=CostTable(overheads=given)).overheads(cpu.cluster) == given
-    known = replace(cpu, costs=CostTable(overheads=given, step_seconds=4.0))
+    known = replace(cpu, costs=CostTable(overheads=given, step_end_seconds=4.0))
     assert known.overheads(cpu.cluster) == EngineOverheads(step_seconds=4.0)
 
 

@@ -123,10 +123,10 @@ def test_what_a_step_takes_beside_its_calls_counts_once(home: Path, tmp_path: Pa
     free = plan.period_seconds - covered(
         (plan.starts[name], plan.starts[name] + one.seconds) for name, one in plan.allocations.items()
     )
-    assert table.step_seconds == pytest.approx(0.75 - free)  # 0.5 s of the function, less what the plan knows of it
+    assert table.step_end_seconds == pytest.approx(0.75 - free)  # 0.5 s of the function, less what the plan knows of it
     again = reprice(replace(run.request, costs=table), plan)
     last = max(again.allocations.values(), key=lambda one: one.step_end_seconds)
-    assert (last.step_end_seconds, again.allocations["train"]) == (table.step_seconds, last)
+    assert (last.step_end_seconds, again.allocations["train"]) == (table.step_end_seconds, last)
     assert again.period_seconds == pytest.approx(1.0 + 2.0 + 0.75, abs=0.05)
 
 

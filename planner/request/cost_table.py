@@ -72,7 +72,7 @@ class MeasuredCall(Struct, frozen=True, forbid_unknown_fields=True):
 class CostTable(Struct, frozen=True, forbid_unknown_fields=True):
     """kind: of device, as in devices.yaml. factors: replace the kind's own. lengths: measured new tokens of samples,
     at equal steps of probability, rising. overheads: of the engines and the runtime, in the place of those that
-    `EngineSupport` has. step_seconds: of a step beside its calls, as measured, in the place of those in overheads."""
+    `EngineSupport` has. step_end_seconds: of a step beside its calls, as measured: replaces `step_seconds` there."""
 
     kind: str = ""
     name: str = ""  # of the machine or run
@@ -82,7 +82,7 @@ class CostTable(Struct, frozen=True, forbid_unknown_fields=True):
     calls: tuple[MeasuredCall, ...] = ()
     lengths: tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...] = ()
     overheads: EngineOverheads | None = None
-    step_seconds: Annotated[float, Meta(ge=0, le=MOST_VALUE)] | None = None
+    step_end_seconds: Annotated[float, Meta(ge=0, le=MOST_VALUE)] | None = None
     format: int = COSTS_FORMAT
 
 

@@ -50,7 +50,7 @@ class PlanRequest(Struct, frozen=True):
         """The overheads of the engines on a group of nodes: beside factors measured with them, such as a CPU's,
         what none of those holds."""
         known = self._known_overheads(cluster)
-        step = self.costs.step_seconds
+        step = self.costs.step_end_seconds
         return known if step is None else msgspec.structs.replace(known, step_seconds=step)
 
     def _known_overheads(self, cluster: Cluster) -> EngineOverheads:

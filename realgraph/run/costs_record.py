@@ -126,8 +126,8 @@ class CostsFile:
                 self._beside.ended(record)
             case RunEnded():
                 table = costs_of(self._planned, self._steps.records, datetime.now(UTC), self._steps.every)
-                beside = step_seconds(self._planned, tuple(self._beside.seconds))
-                self._write(table and replace(table, step_seconds=beside))
+                beside = step_end_seconds(self._planned, tuple(self._beside.seconds))
+                self._write(table and replace(table, step_end_seconds=beside))
             case RunStarted() | EvalRecord() | Transcript() | CheckpointRecord() | Note():
                 pass
             case _:
@@ -171,11 +171,11 @@ def costs_of(planned: Planned, steps: Sequence[StepRecord], now: datetime, every
     )
 
 
-def step_seconds(planned: Planned, beside: Sequence[float]) -> float | None:
+def step_end_seconds(planned: Planned, beside: Sequence[float]) -> float | None:
     """The seconds that a step takes beside its calls, and beside what the plan knows of when none of them runs; None
     where that is not known. beside: as measured, of each step."""
     plan, kept = planned.plan, steady(beside)
-    if not kept or planned.request.workload.staleness:
+    if not kept or planned.request.workload.staleness or not plan.allocations.keys() <= plan.starts.keys():
         return None
     planned_spans = [
         (plan.starts[name], plan.starts[name] + one.seconds - one.step_end_seconds)

@@ -159,7 +159,7 @@ def merge(tables: Sequence[CostTable], keep: float = 0.5) -> CostTable:
             phases={**old.phases, **new.phases, **phase_factors(calls)},
             calls=calls,
             lengths=table.lengths or merged.lengths,
-            step_seconds=merged.step_seconds if table.step_seconds is None else table.step_seconds,
+            step_end_seconds=merged.step_end_seconds if table.step_end_seconds is None else table.step_end_seconds,
         )
     return merged
 
