@@ -107,7 +107,7 @@ class Wandb:
         self._project, self._run_dir = project, run_dir
 
     def start(self, name: str, settings: Settings, known: str | None) -> str:
-        options = {"dir": str(self._run_dir), "config": dict(settings), "resume": "allow"}
+        options = {"dir": str(self._run_dir), "config": dict(settings), "resume": "allow", "allow_val_change": True}
         run = self._wandb.init(project=self._project, name=name, id=known, **options)
         self._wandb.define_metric("*", step_metric="step")
         return str(run.id)
