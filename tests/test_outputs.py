@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from realgraph.graphs.errors import ConfigError
 from realgraph.run.ending import seconds_lines
 from realgraph.runtime.commands.actions import CallSpan, StepEnded
+from realgraph.runtime.job.job import OutputSpec
 from realgraph.runtime.job.rotation import limit_log, older
 from realgraph.runtime.job.run_folder import RunFolder, exclusive, point_link, write_atomic
 from realgraph.runtime.master.checkpoint_folders import commit_folder, prune
@@ -219,7 +220,7 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (tracker,) = make_trackers((), True, "p", tmp_path)
+    (tracker,) = make_trackers(OutputSpec(tensorboard=True), tmp_path, "p", {})
     for record in RECORDS:
         tracker.observe(record)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -229,7 +230,7 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
 
 def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"outputs\.trackers.*'mlflow'"):
-        make_trackers(("mlflow",), False, "p", tmp_path)
+        make_trackers(OutputSpec(trackers=("mlflow",)), tmp_path, "p", {})
 
 
 def test_plain_lines_say_what_happened() -> None:

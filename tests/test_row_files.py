@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
+import pyarrow.parquet as parquet
 import pytest
 
 from realgraph.graphs.errors import ConfigError, Where
 from realgraph.graphs.keys import parse_key_type
 from realgraph.run_file.local_data import first_rows, probe_data
+from realgraph.runtime.data import hub
 from realgraph.runtime.data.data import DataSet
 from realgraph.runtime.data.row_files import open_rows
 from realgraph.runtime.job.job import DataSpec
@@ -55,7 +57,7 @@ def written(path: Path, rows: list[dict[str, str]], rng: random.Random) -> str:
     """The rows in the form that the name says, blank lines between."""
     if ".csv" not in path.name and ".tsv" not in path.name:
         text = "".join(json.dumps(row) + "\n" * rng.randint(1, 3) for row in rows)
-        return packed(path, text.encode())
+        return packed(path, (rng.choice(["", "\ufeff"]) + text).encode())
     out = io.StringIO(newline="")
     end = rng.choice(["\n", "\r\n"])
     writer = csv.writer(out, delimiter="\t" if ".tsv" in path.name else ",", lineterminator=end)
@@ -160,6 +162,42 @@ def test_files_of_two_forms_or_twice_the_same_rows_are_refused(tmp_path: Path) -
         open_rows(DataSpec(str(tmp_path)))
     with pytest.raises(ConfigError, match=r"b\.jsonl\.gz lies beside b\.jsonl: the same rows would count twice"):
         open_rows(DataSpec(str(tmp_path / "b*")))
+
+
+def test_a_byte_order_mark_is_no_part_of_json_and_an_array_gets_the_fix(tmp_path: Path) -> None:
+    marked, array = tmp_path / "a.jsonl", tmp_path / "b.json"
+    marked.write_bytes(b"\xef\xbb\xbf" + ONE_ROW)
+    assert row(DataSet(DataSpec(str(marked)), INPUTS, PLAIN), 0).group["answer"] == "2"
+    assert probe_data(str(marked), None, AT).columns == ("prompt", "answer")
+    array.write_bytes(b"[\n" + ONE_ROW + b"]")
+    with pytest.raises(ConfigError) as error:
+        DataSet(DataSpec(str(array)), INPUTS, PLAIN)
+    assert "jq -c '.[]'" in str(error.value)
+
+
+def test_the_folder_that_has_the_files_is_named(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "README.md").touch()
+    (tmp_path / "data" / "train.jsonl").write_bytes(ONE_ROW)
+    with pytest.raises(ConfigError, match=rf"its folder data does: name {tmp_path}/data"):
+        open_rows(DataSpec(str(tmp_path)))
+
+
+def test_a_name_that_is_neither_a_file_nor_in_reach_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub, "out_of_reach", lambda: "the Hub can't be reached")
+    with pytest.raises(ConfigError, match="there is no such file or folder, and no data set of this id"):
+        open_rows(DataSpec("data/trian"))
+
+
+def test_no_number_is_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"prompt": ["1", "1"], "answer": [2.5, float("nan")]}), file)
+    data = DataSet(DataSpec(str(file)), INPUTS, PLAIN)
+    assert row(data, 0).group["answer"] == "2.5"
+    with pytest.raises(ConfigError, match="expected text, got float nan"):
+        data.row(1)
 
 
 def test_cells_are_read_as_what_their_key_is(tmp_path: Path) -> None:

@@ -20,15 +20,15 @@ from realgraph.run.launching import launcher_of, loading, tell_needs
 from realgraph.run.restarts import back_off, give_up, prepared_again
 from realgraph.run.resume import ResumeOptions, resumed
 from realgraph.run.rollout_alone import rollout_alone
-from realgraph.run.running import PreparedRun, claim, owned, prepare, unwritable_folder, with_sums
+from realgraph.run.running import PreparedRun, claim, owned, prepare, refuse_taken, unwritable_folder, with_sums
 from realgraph.run.submitting import Submission, come_back, goes_back, script_of, submitted
 from realgraph.runtime.clusters.sbatch import LOG
 from realgraph.runtime.job.rotation import MEGABYTE
 from realgraph.runtime.job.run_folder import disk_text
 from realgraph.runtime.master.master import Master, RunOutcome
-from realgraph.runtime.master.observer import Observer, Observers
+from realgraph.runtime.master.observer import Observer, Observers, WatcherLost
 from realgraph.runtime.master.records import MetricsFile, TraceFile, TranscriptsFile
-from realgraph.runtime.master.trackers import make_trackers
+from realgraph.runtime.master.trackers import make_trackers, settings_of
 from realgraph.runtime.preflight.preflight import preflight
 from realgraph.runtime.processes.launcher import Launcher
 from realgraph.screen.console import screen
@@ -210,13 +210,15 @@ def passed_over(prepared: PreparedRun) -> Iterator[str]:
 def _train(prepared: PreparedRun, watchers: Sequence[Observer], launcher: Launcher, restarts: int) -> RunOutcome:
     """Train in a directory that no other run has. Raises ConfigError, placed in the user's files."""
     job, folder = prepared.job, prepared.folder
+    refuse_taken(prepared)
     try:
+        with _placed(prepared):
+            trackers = make_trackers(job.outputs, folder.root, job.name, settings_of(job))
         claim(prepared)
         most = job.outputs.rotate_mb * MEGABYTE
         files = (MetricsFile(folder.metrics), TranscriptsFile(folder.transcripts, most), TraceFile(folder.trace, most))
     except OSError as error:
         raise unwritable_folder(folder, error) from None
-    trackers = make_trackers(job.outputs.trackers, job.outputs.tensorboard, job.outputs.project, folder.root)
     costs = CostsFile(Planned(job.name, prepared.request, job.plan), folder.costs)
     observers = Observers((*files, *trackers, costs, *watchers), prepared.begun_at)
     try:
@@ -227,6 +229,8 @@ def _train(prepared: PreparedRun, watchers: Sequence[Observer], launcher: Launch
             observers.close()
         except OSError as error:
             say(f"warning: a file of {folder.root} could not be closed: {error}", err=True)
+        except WatcherLost as error:
+            say(f"warning: {error}", err=True)
 
 
 def _first_rows(prepared: PreparedRun, console: Terminal) -> None:

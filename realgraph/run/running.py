@@ -137,16 +137,21 @@ def with_sums(job: Job) -> Job:
     return msgspec.structs.replace(job, data_sums=sums_of(job.data), eval_sums=sums_of(job.held_out))
 
 
-def claim(prepared: PreparedRun) -> None:
-    """Write what a run directory starts with; of a resumed run, what it has changed.
-
-    The caller owns the directory. Raises ConfigError where a new run's directory holds another run, and OSError.
-    """
+def refuse_taken(prepared: PreparedRun) -> None:
+    """Raises ConfigError where a new run's directory holds another run."""
     folder = prepared.folder
     if prepared.resume is None and folder.job.exists():
         text = f"{folder.root} holds a run already"
         hint = f"go on with it: realgraph run --resume {folder.root}; or choose another outputs.dir"
         raise ConfigError([Problem(Where(path="$.outputs.dir"), text, hint)])
+
+
+def claim(prepared: PreparedRun) -> None:
+    """Write what a run directory starts with; of a resumed run, what it has changed.
+
+    The caller owns the directory, which is not taken. Raises OSError.
+    """
+    folder = prepared.folder
     folder.logs.mkdir(parents=True, exist_ok=True)
     for checkpoint in prepared.damaged:
         set_aside(checkpoint.path)

@@ -6,11 +6,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.runtime.data.row_content import COMPRESSED, csv_header, csv_records, form_of, unpacked
+from realgraph.runtime.data.row_content import COMPRESSED, csv_header, csv_records, form_of, json_row, unpacked
 from realgraph.runtime.data.row_files import data_files, files_at
 from realgraph.runtime.job.job import DataSpec
 
@@ -79,7 +78,7 @@ def first_rows(file: Path, most: int, where: Where) -> Iterator[dict[str, Any]]:
                 yield from (dict(zip(names, record.fields, strict=False)) for record in islice(records, most))
                 return
             lines = ((number, line) for number, line in enumerate(stream, start=1) if line.strip())
-            yield from (_row(line, f"{file}:{number}", where) for number, line in islice(lines, most))
+            yield from (json_row(line, where, f"{file}:{number} ") for number, line in islice(lines, most))
     except ConfigError as error:
         raise ConfigError([_at(problem, where) for problem in error.problems]) from error
 
@@ -94,7 +93,7 @@ def _probe_json_lines(files: Sequence[Path], limit: int | None, where: Where) ->
                 if not line.strip():
                     continue
                 if columns is None:
-                    columns = tuple(_row(line, f"{file}:{number}", where))
+                    columns = tuple(json_row(line, where, f"{file}:{number} "))
                     if not countable:
                         return LocalData(columns)
                 n_rows += 1
@@ -124,18 +123,6 @@ def _probe_csv(files: Sequence[Path], limit: int | None, where: Where) -> LocalD
                 if n_rows == limit:
                     return LocalData(columns, n_rows)
     return LocalData(columns, n_rows)
-
-
-def _row(line: bytes, place: str, where: Where) -> dict[str, Any]:
-    try:
-        row = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(
-            [Problem(where, f"{place} is not JSON: {error}", "one JSON object per line", "data")]
-        ) from error
-    if not isinstance(row, dict):
-        raise ConfigError([Problem(where, f"{place} is not a JSON object", "one JSON object per line", "data")])
-    return row
 
 
 def _probe_parquet(files: Sequence[Path], limit: int | None, where: Where) -> LocalData:

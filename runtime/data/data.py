@@ -225,8 +225,8 @@ class DataSet:
             case "text":
                 if isinstance(value, str):
                     return value
-                if isinstance(value, int | float) and not isinstance(value, bool):
-                    return str(value)
+                if isinstance(value, int | float) and not isinstance(value, bool) and value == value:
+                    return str(value)  # NaN is how a table says that there is none
                 raise ValueError(f"expected text, got {kind(value)}")
             case "json":
                 return value

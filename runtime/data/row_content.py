@@ -6,6 +6,7 @@ import io
 import tempfile
 import threading
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ FORMS: dict[str, Form] = {
 }
 COMPRESSED = (".gz", ".zst")  # of JSON lines and CSV; parquet compresses by itself
 _CHUNK_BYTES = 1 << 20
+_OF_ARRAY = "; of an array: jq -c '.[]' array.json > rows.jsonl"
 
 
 def form_of(file: Path) -> Form | None:
@@ -95,6 +97,22 @@ class Content:
                 yield stream
         except OSError as error:
             raise problem(Where(str(self.file)), f"can't be read: {error.strerror or error}") from error
+
+
+def json_row(line: bytes, where: Where, place: str = "") -> dict[str, Any]:
+    """The row that a JSON line holds; a byte order mark before it is no part of it. place: begins the messages.
+
+    Raises ConfigError for a line that is no JSON object.
+    """
+    line = line.removeprefix(BOM_UTF8)
+    hint = "one JSON object per line" + _OF_ARRAY * line.startswith(b"[")
+    try:
+        row = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise problem(where, f"{place}is not JSON: {error}", hint) from error
+    if not isinstance(row, dict):
+        raise problem(where, f"{place}is not a JSON object", hint)
+    return row
 
 
 class Record(NamedTuple):

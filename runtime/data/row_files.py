@@ -10,12 +10,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
 from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError, Where
 from realgraph.runtime.data import hub
-from realgraph.runtime.data.row_content import COMPRESSED, FORMS, Content, csv_header, csv_records, form_of, problem
+from realgraph.runtime.data.row_content import (
+    COMPRESSED,
+    FORMS,
+    Content,
+    csv_header,
+    csv_records,
+    form_of,
+    json_row,
+    problem,
+)
 from realgraph.runtime.job.job import DataSpec
 
 SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
@@ -85,7 +93,9 @@ def data_files(spec: DataSpec) -> tuple[Path, ...]:
     place, files = Path(spec.path).expanduser(), files_at(spec.path)
     if place.is_dir():
         if not files:
-            raise problem(Where(spec.path), f"the folder holds no {', '.join(FORMS)} file")
+            inside = next((child for child in sorted(place.iterdir()) if child.is_dir() and files_at(str(child))), None)
+            hint = f"its folder {inside.name} does: name {Path(spec.path) / inside.name}" if inside is not None else ""
+            raise problem(Where(spec.path), f"the folder holds no {', '.join(FORMS)} file", hint)
         named = [file for file in files if _split_of(file)]
         if named:
             files = [file for file in named if _split_of(file) == spec.split]
@@ -178,13 +188,7 @@ class JsonRows(_TextRows):
         where = self.where(index)
         with self._contents[self._file(index)].at(self._offsets[index]) as stream:
             line = stream.readline()
-        try:
-            row = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise problem(where, f"is not JSON: {error}", "one JSON object per line") from error
-        if not isinstance(row, dict):
-            raise problem(where, "is not a JSON object", "one JSON object per line")
-        return row
+        return json_row(line, where)
 
 
 class CsvRows(_TextRows):
@@ -293,7 +297,8 @@ class HubRows:
             text = f"can't be loaded: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             hint = "check the id, `data.subset`, `data.split` and the network; or name a local file"
             if reason:
-                text, hint = f"can't be loaded: {reason}", hub.hint(spec.path, "dataset")
+                text = f"there is no such file or folder, and no data set of this id can be loaded: {reason}"
+                hint = hub.hint(spec.path, "dataset")
             raise problem(Where(self._name), text, hint) from error
         self._n_rows = len(self._rows) if spec.limit is None else min(len(self._rows), spec.limit)
         self.columns = tuple(self._rows.column_names)

@@ -96,8 +96,13 @@ class RunEnded(Struct, frozen=True, tag="end"):
 RunRecord = RunStarted | Span | StepRecord | EvalRecord | Transcript | CheckpointRecord | Note | RunEnded
 
 
+class WatcherLost(Exception):
+    """A watcher that the run goes on without has failed; the text says which one, and why."""
+
+
 class Observer(Protocol):
-    """A watcher of a run: the metrics file, the trace, the screen, a tracker. May raise OSError: the run then ends."""
+    """A watcher of a run: the metrics file, the trace, the screen, a tracker. May raise OSError: the run then ends; or
+    WatcherLost."""
 
     def observe(self, record: RunRecord) -> None: ...
 
@@ -118,6 +123,7 @@ class Observers:
         Raises the OSError of the first that failed, when all have been told.
         """
         problem: OSError | None = None
+        lost: list[str] = []
         if self._begun_at:
             record = _later(record, self._begun_at)
         for observer in tuple(self._watching):
@@ -126,20 +132,25 @@ class Observers:
             except OSError as error:
                 self._watching.remove(observer)
                 problem = problem or error
+            except WatcherLost as error:
+                self._watching.remove(observer)
+                lost.append(str(error))
         if problem is not None:
             raise problem
+        for text in lost:
+            self.note(text, "warning")
 
     def note(self, text: str, level: Literal["info", "warning", "error"] = "info") -> None:
         """One line for people."""
         self.observe(Note(text, level))
 
     def close(self) -> None:
-        """Close all. Raises the first OSError, when all have been closed."""
-        problem: OSError | None = None
+        """Close all. Raises the first that failed, when all have been closed."""
+        problem: OSError | WatcherLost | None = None
         for observer in self.observers:
             try:
                 observer.close()
-            except OSError as error:
+            except (OSError, WatcherLost) as error:
                 problem = problem or error
         if problem is not None:
             raise problem

@@ -1,12 +1,16 @@
 """Experiment trackers as watchers of a run: TensorBoard by a switch; wandb, mlflow and trackio where installed."""
 
 import importlib
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, assert_never
 
-from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.runtime.job.job import TrackerName
+import msgspec
+
+from realgraph.graphs.errors import ConfigError, Problem, Where, in_words
+from realgraph.runtime.job.job import Job, OutputSpec, TrackerName
+from realgraph.runtime.job.run_folder import write_atomic
 from realgraph.runtime.master.observer import (
     CheckpointRecord,
     EvalRecord,
@@ -18,13 +22,18 @@ from realgraph.runtime.master.observer import (
     Span,
     StepRecord,
     Transcript,
+    WatcherLost,
 )
+
+Settings = Mapping[str, object]
 
 
 class Tracker(Protocol):
-    """The interface of a tracker: take the run's settings once, numbers of a step, and end."""
+    """The interface of a tracker: begin, take numbers of a step, and end. Any of it may raise anything."""
 
-    def start(self, name: str, settings: dict[str, object]) -> None: ...
+    def start(self, name: str, settings: Settings, known: str | None) -> str | None:
+        """Begin, or go on with the run that is `known` there. What it is known as from now on."""
+        ...
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
 
@@ -32,28 +41,43 @@ class Tracker(Protocol):
 
 
 class TrackerObserver:
-    """Feeds a tracker with the numbers of steps and evaluations."""
+    """Feeds a tracker that has started with the numbers of steps and evaluations.
 
-    def __init__(self, tracker: Tracker) -> None:
-        self._tracker = tracker
+    Raises WatcherLost where it fails: a service that is down ends no training.
+    """
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self._name, self._tracker, self._ended = name, tracker, False
 
     def observe(self, record: RunRecord) -> None:
+        try:
+            self._feed(record)
+        except Exception as error:  # a tracker's client raises of every kind
+            self._ended = True
+            text = f"{self._name} gets no more metrics (metrics.jsonl has them all): {in_words(error)}"
+            raise WatcherLost(text) from error
+
+    def _feed(self, record: RunRecord) -> None:
         match record:
-            case RunStarted(name=name, graph=graph, steps=steps, facts=facts):
-                self._tracker.start(name, {"graph": graph, "steps": steps, **facts})
             case StepRecord(step=step, metrics=metrics, seconds=seconds):
                 self._tracker.log(step, {**metrics, "step_seconds": seconds})
             case EvalRecord(step=step, metrics=metrics):
                 self._tracker.log(step, {f"eval/{name}": value for name, value in metrics.items()})
             case RunEnded(ok=ok):
-                self._tracker.end(ok)
-            case Span() | Transcript() | CheckpointRecord() | Note():
+                self._end(ok)
+            case RunStarted() | Span() | Transcript() | CheckpointRecord() | Note():
                 pass
             case _:
                 assert_never(record)
 
+    def _end(self, ok: bool) -> None:
+        if not self._ended:
+            self._ended = True
+            self._tracker.end(ok)
+
     def close(self) -> None:
-        pass
+        """End it where the run has not come to its own end. Raises WatcherLost."""
+        self.observe(RunEnded(0, "", ok=False))
 
 
 class TensorBoard:
@@ -64,7 +88,7 @@ class TensorBoard:
 
         self._writer = SummaryWriter(str(run_dir / "tensorboard"))
 
-    def start(self, name: str, settings: dict[str, object]) -> None:
+    def start(self, name: str, settings: Settings, known: str | None) -> None:
         self._writer.add_text("settings", "  \n".join(f"{key}: {value}" for key, value in settings.items()))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -76,31 +100,36 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases."""
+    """Weights & Biases. Its own steps only rise, so that the step is a metric, and evaluations may come later."""
 
     def __init__(self, project: str, run_dir: Path) -> None:
         self._wandb = importlib.import_module("wandb")
         self._project, self._run_dir = project, run_dir
 
-    def start(self, name: str, settings: dict[str, object]) -> None:
-        self._wandb.init(project=self._project, name=name, dir=str(self._run_dir), config=settings, resume="allow")
+    def start(self, name: str, settings: Settings, known: str | None) -> str:
+        options = {"dir": str(self._run_dir), "config": dict(settings), "resume": "allow", "allow_val_change": True}
+        run = self._wandb.init(project=self._project, name=name, id=known, **options)
+        self._wandb.define_metric("*", step_metric="step")
+        return str(run.id)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._wandb.log(metrics, step=step)
+        self._wandb.log({**metrics, "step": step})
 
     def end(self, ok: bool) -> None:
         self._wandb.finish(exit_code=0 if ok else 1)
 
 
 class Trackio:
-    """Trackio, the local-first tracker."""
+    """Trackio, the local-first tracker, which knows a run by its name."""
 
     def __init__(self, project: str) -> None:
         self._trackio = importlib.import_module("trackio")
         self._project = project
 
-    def start(self, name: str, settings: dict[str, object]) -> None:
-        self._trackio.init(project=self._project, name=name, config=settings, resume="allow")
+    def start(self, name: str, settings: Settings, known: str | None) -> str:
+        run_name = known or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self._trackio.init(project=self._project, name=run_name, config=dict(settings), resume="allow")
+        return run_name
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._trackio.log(metrics, step=step)
@@ -116,10 +145,14 @@ class MLflow:
         self._mlflow = importlib.import_module("mlflow")
         self._project = project
 
-    def start(self, name: str, settings: dict[str, object]) -> None:
+    def start(self, name: str, settings: Settings, known: str | None) -> str:
         self._mlflow.set_experiment(self._project)
-        self._mlflow.start_run(run_name=name)
-        self._mlflow.log_params(settings)
+        if known is not None:
+            self._mlflow.start_run(run_id=known)
+            return known
+        run = self._mlflow.start_run(run_name=name)
+        self._mlflow.log_params(dict(settings))
+        return str(run.info.run_id)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
@@ -128,25 +161,63 @@ class MLflow:
         self._mlflow.end_run("FINISHED" if ok else "FAILED")
 
 
-def make_trackers(names: Sequence[TrackerName], tensorboard: bool, project: str, run_dir: Path) -> list[Observer]:
-    """The watchers that a run asks for. Raises ConfigError naming the package that is not installed."""
-    trackers: list[Tracker] = []
+def settings_of(job: Job) -> Settings:
+    """The settings of a run that a tracker shows beside its curves, by their paths in the run file."""
+    plain = {name: getattr(job, name) for name in ("steps", "seed", "staleness")}
+    parts = {"params": job.params, "batch": msgspec.to_builtins(job.batch)}
+    inside = {f"{name}.{key}": value for name, part in parts.items() for key, value in part.items()}
+    return {"graph": job.graph.name, **plain, **inside}
+
+
+def make_trackers(outputs: OutputSpec, run_dir: Path, name: str, settings: Settings) -> list[Observer]:
+    """The trackers that a run asks for, begun; those of a run that goes on go on with theirs.
+
+    Raises ConfigError for a package that is not installed, or that can't begin: no key, no server.
+    """
+    trackers: dict[str, Tracker] = {}
     try:
-        if tensorboard:
-            trackers.append(TensorBoard(run_dir))
-        for name in names:
-            match name:
-                case "wandb":
-                    trackers.append(Wandb(project, run_dir))
-                case "trackio":
-                    trackers.append(Trackio(project))
-                case "mlflow":
-                    trackers.append(MLflow(project))
-                case _:
-                    assert_never(name)
+        if outputs.tensorboard:
+            trackers["tensorboard"] = TensorBoard(run_dir)
+        trackers |= {tracker: _tracker(tracker, outputs.project, run_dir) for tracker in outputs.trackers}
     except ImportError as error:
         package = error.name or "tensorboard"
         path = "$.outputs.tensorboard" if package == "tensorboard" else "$.outputs.trackers"
         text = f"the tracker needs {package!r}, which is not installed"
         raise ConfigError([Problem(Where(path=path), text, f"pip install {package}")]) from error
-    return [TrackerObserver(tracker) for tracker in trackers]
+    file = run_dir / "trackers.json"
+    known = _known(file)
+    before = dict(known)
+    for tracker_name, tracker in trackers.items():
+        try:
+            known_as = tracker.start(name, settings, known.get(tracker_name))
+        except Exception as error:  # its client raises of every kind
+            text = f"{tracker_name} can't begin: {in_words(error)}"
+            hint = f"sign in to {tracker_name}, see that its server answers, or leave it out"
+            raise ConfigError([Problem(Where(path="$.outputs.trackers"), text, hint)]) from error
+        if known_as is not None:
+            known[tracker_name] = known_as
+    if known != before:
+        write_atomic(file, msgspec.json.encode(known))
+    return [TrackerObserver(tracker_name, tracker) for tracker_name, tracker in trackers.items()]
+
+
+def _known(file: Path) -> dict[str, str]:
+    """tracker -> what it knows this run as. Raises ConfigError for a file that says neither."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, str]) if file.exists() else {}
+    except msgspec.DecodeError as error:
+        hint = "delete it: trackers then begin new runs"
+        raise ConfigError([Problem(Where(str(file)), f"is not what a run writes: {error}", hint)]) from error
+
+
+def _tracker(name: TrackerName, project: str, run_dir: Path) -> Tracker:
+    """Raises ImportError."""
+    match name:
+        case "wandb":
+            return Wandb(project, run_dir)
+        case "trackio":
+            return Trackio(project)
+        case "mlflow":
+            return MLflow(project)
+        case _:
+            assert_never(name)
