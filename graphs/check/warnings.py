@@ -25,10 +25,13 @@ def warnings_of(
     """
     live, switched_off = switch_off(spec)
     draft = infer(live, where, switched_off)
-    warnings = [structs.replace(problem, rule=warn.__name__) for warn in WARNINGS for problem in warn(draft, written)]
-    fallen = (structs.replace(problem, rule=entries_left_out.__name__) for problem in entries_left_out(spec, draft))
-    unfinished = (structs.replace(problem, rule=endless_warmup.__name__) for problem in endless_warmup(draft, steps))
-    return tuple(sorted([*warnings, *fallen, *unfinished]))
+    warnings = [problem for warn in WARNINGS for problem in _named(warn, draft, written)]
+    return tuple(sorted([*warnings, *_named(entries_left_out, spec, draft), *_named(endless_warmup, draft, steps)]))
+
+
+def _named(warn: Callable[..., Iterator[Problem]], *given: Any) -> Iterator[Problem]:
+    """The problems that a warning finds, with its name as their rule."""
+    return (structs.replace(problem, rule=warn.__name__) for problem in warn(*given))
 
 
 def kl_without_gradient(draft: Draft, written: Written) -> Iterator[Problem]:
