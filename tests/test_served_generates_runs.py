@@ -35,6 +35,11 @@ def assert_trained_on_its_own(steps: dict[int, dict[str, float]], n_steps: int, 
     assert len(gaps) >= n_steps - 1 and max(gaps) < 1e-3
 
 
+def least_updates(n_steps: int, staleness: int) -> int:
+    """Updates without which a step would train on older samples than it may: any one serves `staleness` + 1 steps."""
+    return (n_steps - 1) // (staleness + 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("graph", "staleness"), [("remax", 1), ("judge", 0)])
 def test_each_call_has_servers_of_its_own(home: Path, tmp_path: Path, graph: str, staleness: int) -> None:
@@ -46,7 +51,7 @@ def test_each_call_has_servers_of_its_own(home: Path, tmp_path: Path, graph: str
     later = "greedy" if graph == "remax" else "judge"
     texts = {call: (folder / "logs" / f"sglang-{call}-0.log").read_text() for call in ("rollout", later)}
     updates = {call: text.count('"POST /update_weights_from_disk HTTP/1.1" 200') for call, text in texts.items()}
-    least = n_steps - 1 - staleness
+    least = least_updates(n_steps, staleness)
     assert updates["rollout"] >= least and (updates[later] >= least if graph == "remax" else updates[later] == 0)
     assert not list(folder.rglob("*-weights-*"))
     assert not servers_at(home)
@@ -54,14 +59,32 @@ def test_each_call_has_servers_of_its_own(home: Path, tmp_path: Path, graph: str
 
 @pytest.mark.slow
 def test_weights_of_two_trained_roles_are_broadcast_to_the_servers_of_each(home: Path, tmp_path: Path) -> None:
-    places = {"cluster": {"devices": 3}, "allocation": {"first": ONE, "second": TWO}, "staleness": 1}
+    """One worker trains both, and gathers the weights of both at once."""
+    n_steps = 5
+    places = {"cluster": {"devices": 3}, "allocation": {"first": ONE, "second": TWO}, "staleness": 1, "steps": n_steps}
     corrected = {"loss": {"terms": {"policy": {"off_policy": {"kind": "decoupled"}}}}}
     calls = {"calls": {f"{role}_train": corrected for role in ("pro", "con")}, "runtime": {"verify_weights": 1}}
     steps = debate_of(home, "served", served(tmp_path, weights="broadcast"), places, calls)
-    assert_trained_on_its_own(steps, 3, 1)
-    for call in ("first", "second"):
-        text = (home / "served" / "logs" / f"sglang-{call}-0.log").read_text()
-        assert text.count('"POST /update_weights_from_distributed HTTP/1.1" 200') >= 2, call
+    assert_trained_on_its_own(steps, n_steps, 1)
+    assert_broadcast(home / "served", ("first", "second"), least_updates(n_steps, 1))
+
+
+@pytest.mark.slow
+def test_weights_of_one_role_are_broadcast_to_the_servers_of_two_calls(home: Path, tmp_path: Path) -> None:
+    n_steps = 5
+    more = {"staleness": 1, "steps": n_steps}
+    folder = run_of(home, "remax-broadcast", "remax", served(tmp_path, weights="broadcast"), APART, more)
+    assert_trained_on_its_own(numbers(folder), n_steps, 1)
+    assert_broadcast(folder, ("rollout", "greedy"), least_updates(n_steps, 1))
+
+
+def assert_broadcast(folder: Path, calls: tuple[str, str], least: int) -> None:
+    """Broadcasts went to the servers of both, as many as the bound asks for, and none failed."""
+    for call in calls:
+        text = (folder / "logs" / f"sglang-{call}-0.log").read_text()
+        assert text.count('"POST /update_weights_from_distributed HTTP/1.1" 200') >= least, call
+    assert "no broadcast" not in logs(folder)
+    assert not list(folder.rglob("sglang-weights-*"))
 
 
 TWO_MODELS: dict[str, Any] = {

@@ -138,7 +138,7 @@ class ServedCall:
         specs = owner.weight_specs()
         if self._staged is None:
             source = resolve(role_path(self._job.graph.models, self._role))
-            links = RunFolder(Path(self._job.run_dir)).logs / f"sglang-weights-of-worker-{self._leader}"
+            links = RunFolder(Path(self._job.run_dir)).logs / f"sglang-weights-{self._call}-of-worker-{self._leader}"
             self._staged = StagedWeights(source, specs, links)
         self._staged.keep_newest()
         folder = self._staged.gather(parts)
