@@ -162,6 +162,14 @@ def test_a_greedy_baseline_is_the_reward_of_the_greedy_response(home: Path) -> N
     folder = run_of(home, "remax-greedy", "remax", {"eval": held_out, "data": {"shuffle": False}, "steps": 1})
     first = {record["step"]: record["metrics"] for record in records(folder, "eval")}[0]
     assert numbers(folder)[0]["baseline/baseline"] == pytest.approx(first["reward"])
+    metrics = records(folder)[0]["metrics"]
+    tokens = {
+        name: round(metrics[f"{name}/tokens_per_second"] * metrics[f"{name}/seconds"])
+        for name in ("rollout", "greedy", "ref_logp", "train")
+    }
+    assert tokens["rollout"] == metrics["batch/new_tokens"] == 16 * metrics["rollout/new_tokens"]
+    assert tokens["greedy"] == 8 * metrics["greedy/new_tokens"]
+    assert tokens["ref_logp"] == tokens["train"] == metrics["batch/tokens"]
 
 
 def test_an_evaluation_by_the_text_of_a_later_call_is_refused(home: Path) -> None:

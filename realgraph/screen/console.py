@@ -67,9 +67,19 @@ def pick(metrics: dict[str, float], names: tuple[str, ...]) -> float | None:
     return next((value for name, value in metrics.items() if name.endswith(ending)), None)
 
 
+def told(label: str, metrics: dict[str, float], names: tuple[str, ...]) -> str:
+    """A metric worth showing; each call's by its name where several have one, and none has the usual name."""
+    ending = f"/{names[0].partition('/')[2]}"
+    ours = {name.removesuffix(ending): value for name, value in metrics.items() if name.endswith(ending)}
+    if len(ours) > 1 and names != VALUE_LOSS and not metrics.keys() & set(names):
+        return f"{label} " + ", ".join(f"{call} {value:.4g}" for call, value in ours.items())
+    value = pick(metrics, names)
+    return f"{label} {value:.4g}" if value is not None else ""
+
+
 def summary(record: StepRecord) -> str:
     """A step in one line: the metrics that it has of those worth showing."""
-    parts = [f"{label} {value:.4g}" for label, names in SHOWN if (value := pick(record.metrics, names)) is not None]
+    parts = [text for label, names in SHOWN if (text := told(label, record.metrics, names))]
     return f"step {record.step + 1}  {record.seconds:.2f} s  " + "  ".join(parts)
 
 
