@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -378,3 +378,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for process, _ in _STARTED:  # of tests that failed
         if process.is_alive():
             process.kill()
+
+
+def least_updates(n_steps: int, staleness: int) -> int:
+    """Updates without which a step would train on older samples than it may: any one serves `staleness` + 1 steps."""
+    return (n_steps - 1) // (staleness + 1)
+
+
+def assert_gaps(steps: Iterable[dict[str, float]], n_steps: int, staleness: int) -> None:
+    """Engine and trainer were compared at the start and after each update, and agreed. steps: their metrics."""
+    kinds = ("logprob_gap", "update_gap")
+    gaps = [value for metrics in steps for key, value in metrics.items() if key.endswith(kinds)]
+    assert len(gaps) > least_updates(n_steps, staleness) and 0 < max(gaps) < 1e-3

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from realgraph.commands.eval import answering_roles, model_folder
 from realgraph.commands.generate import SamplingRequest, answers, chat_settings
 from realgraph.graphs.errors import ConfigError
 from realgraph.runtime.job.job import DataSpec
@@ -28,6 +29,40 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = {"path": "x", "system": "be brief", "template_args": ARGS, "further": 1}
     (root / "job.json").write_text(json.dumps({"data": data, "name": "x"}))
     return root
+
+
+def run_of(root: Path, roles: list[str], calls: dict[str, Any], leading: str = "") -> Path:
+    """A run directory whose newest checkpoint has models of these roles."""
+    for role in roles:
+        folder = root / "checkpoints" / "step-000002" / role
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    root.mkdir(exist_ok=True)
+    (root / "job.json").write_text(json.dumps({"graph": {"calls": calls, "leading": leading}}))
+    return root
+
+
+GENERATES = {name: {"kind": "generate", "model": role} for name, role in (("later", "con"), ("first", "pro"))}
+
+
+def test_the_role_that_generates_answers_whatever_the_others_are_called(tmp_path: Path) -> None:
+    calls = {"fit": {"kind": "train", "model": "critic"}, "sample": {"kind": "generate", "model": "policy"}}
+    one = run_of(tmp_path / "one", ["critic", "policy"], calls)
+    assert model_folder(one) == one / "checkpoints/step-000002/policy"
+    two = run_of(tmp_path / "two", ["con", "pro"], GENERATES, leading="first")
+    assert model_folder(two) == two / "checkpoints/step-000002/pro"
+    assert model_folder(two, "con").name == "con"
+    assert answering_roles(two / "checkpoints/step-000002") == ["pro", "con"]
+
+
+def test_of_a_checkpoint_without_its_run_a_model_must_be_named(tmp_path: Path) -> None:
+    run = run_of(tmp_path, ["con", "pro"], GENERATES, leading="first")
+    (run / "job.json").unlink()
+    with pytest.raises(ConfigError) as refused:
+        model_folder(run)
+    (problem,) = refused.value.problems
+    assert problem.text == "there are several models: con, pro"
+    assert problem.hint == f"name the folder of one, such as {run}/checkpoints/step-000002/con"
 
 
 def model(run: Path) -> Path:

@@ -162,6 +162,44 @@ def test_a_greedy_baseline_is_the_reward_of_the_greedy_response(home: Path) -> N
     folder = run_of(home, "remax-greedy", "remax", {"eval": held_out, "data": {"shuffle": False}, "steps": 1})
     first = {record["step"]: record["metrics"] for record in records(folder, "eval")}[0]
     assert numbers(folder)[0]["baseline/baseline"] == pytest.approx(first["reward"])
+    metrics = records(folder)[0]["metrics"]
+    tokens = {
+        name: round(metrics[f"{name}/tokens_per_second"] * metrics[f"{name}/seconds"])
+        for name in ("rollout", "greedy", "ref_logp", "train")
+    }
+    assert tokens["rollout"] == metrics["batch/new_tokens"] == 16 * metrics["rollout/new_tokens"]
+    assert tokens["greedy"] == 8 * metrics["greedy/new_tokens"]
+    assert tokens["ref_logp"] == tokens["train"] == metrics["batch/tokens"]
+
+
+TUTOR = """
+name: tutor
+inputs: {prompt: group tokens, answer: group text}
+models: {actor: {trainable: true}, tutor: {}}
+calls:
+  rollout: {kind: generate, model: actor, n: 2}
+  hint: {kind: generate, model: tutor, reads: [prompt], temperature: 0}
+  reward:
+    {kind: function, fn: "rewards:score", reads: {text: rollout.text, answer: answer}, writes: {reward: sample float32}}
+  hinted:
+    kind: function
+    fn: "rewards:score"
+    over: group
+    reads: {text: hint.text, answer: answer}
+    writes: {hinted: group float32}
+  advantage: {kind: advantage, reads: [reward], steps: {center: {by: key, key: hinted}}}
+  train: {kind: train, model: actor, lr: 1.0e-3, loss: {terms: {policy: {kind: policy_gradient}}}}
+"""
+
+
+def test_a_checkpoint_is_evaluated_though_a_frozen_role_generates_too(home: Path, tmp_path: Path) -> None:
+    """It has no model of that role, and an evaluation asks for none."""
+    (home / "tutored.yaml").write_text(TUTOR)
+    shutil.copytree(home / "model", tmp_path / "step-000007/actor")
+    parts = {"graph": "tutored.yaml", "models": {"tutor": {"path": "model"}}, "eval": {**EVAL, "limit": 4}}
+    file = write_run(home, "tutor", parts, {"cluster": {"devices": 1}})
+    running = finish(home, "eval", str(file), "--checkpoint", str(tmp_path / "step-000007"), name="tutor")
+    assert "after step 7: accuracy" in running.output()
 
 
 def test_an_evaluation_by_the_text_of_a_later_call_is_refused(home: Path) -> None:

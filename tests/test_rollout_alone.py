@@ -85,6 +85,15 @@ def test_the_figures_are_of_steps_that_are_warm() -> None:
     assert not list(measured_lines(graph, []))
 
 
+def test_where_several_calls_generate_the_figures_say_whose_they_are() -> None:
+    graph = open_graph("remax", ["models.actor.path=none"])
+    metrics = {"batch/new_tokens": 80.0, "batch/samples": 8.0, "greedy/new_tokens": 3.0}
+    text = "\n".join(measured_lines(graph, [StepRecord(0, 2.0, metrics, lengths=(1, 30))]))
+    assert "40 tokens/s of rollout" in text
+    assert "tokens of a sample of rollout: 10 on average, up to about 30" in text
+    assert "tokens of a sample of greedy: 3 on average" in text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["synchronous", "asynchronous"])
 def test_a_run_is_measured_and_keeps_nothing(home: Path, name: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import tiny
-from tests.runs import finish, home, logs, merged, numbers, records, start, write_run
+from tests.runs import assert_gaps, finish, home, least_updates, logs, merged, numbers, records, start, write_run
 from tests.sglang_server import interpreter, servers_at, standin
 from tests.test_generates_runs import debate_of, file_of, run_of
 from tests.test_samples import CALLS, tree
@@ -30,14 +30,7 @@ def assert_trained_on_its_own(steps: dict[int, dict[str, float]], n_steps: int, 
     """Every step is there, none of its tokens too old, and each has the log-probability that its trainer gives it."""
     assert sorted(steps) == list(range(n_steps))
     assert all(0 <= metrics["staleness/max"] <= staleness for metrics in steps.values())
-    kinds = ("logprob_gap", "update_gap")
-    gaps = [value for metrics in steps.values() for key, value in metrics.items() if key.endswith(kinds)]
-    assert len(gaps) >= n_steps - 1 and max(gaps) < 1e-3
-
-
-def least_updates(n_steps: int, staleness: int) -> int:
-    """Updates without which a step would train on older samples than it may: any one serves `staleness` + 1 steps."""
-    return (n_steps - 1) // (staleness + 1)
+    assert_gaps(steps.values(), n_steps, staleness)
 
 
 @pytest.mark.slow

@@ -67,8 +67,7 @@ def test_the_gate_is_passed_anew_at_every_version(folder: Path) -> None:
         one.train(call(), [replace(stale, token_keys=fresh)])
     assert same(before, weights_of(one))
     older = {**stale.token_keys, "versions": torch.zeros_like(stale.token_keys["versions"])}
-    gap = one.train(call(), [replace(stale, token_keys=older)])["logprob_gap"]
-    assert isinstance(gap, Mean) and gap.weight == 0
+    assert "logprob_gap" not in one.train(call(), [replace(stale, token_keys=older)])
 
 
 @pytest.mark.parametrize("wrong", range(2))
@@ -101,8 +100,7 @@ def test_the_gap_leaves_tokens_of_older_weights_out(folder: Path) -> None:
     one = engine(folder, max_logprob_gap=1e-4)
     batch = tiny.batch(tiny.lengths(6, 30, 0))
     one.version = 3
-    gap = one.train(call(), [batch])["logprob_gap"]
-    assert isinstance(gap, Mean) and gap.weight == 0
+    assert "logprob_gap" not in one.train(call(), [batch])  # 0 would say that there is none
     assert not one.gate_passed
 
 

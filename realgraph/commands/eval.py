@@ -4,12 +4,13 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
+from msgspec import Struct, field
 
 from realgraph.commands.run import FAILED, INTERRUPTED, execute, report
 from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.graphs.spec import Generate
 from realgraph.run.running import PreparedRun, beside, prepare
 from realgraph.runtime.data.row_files import lacks_split
 from realgraph.runtime.job.job import CheckpointSpec, EvalSpec
@@ -19,6 +20,33 @@ from realgraph.screen.console import EvaluationLines
 from realgraph.screen.terminal import run_terminal
 
 OPTIMIZER = "optimizer"  # files of a checkpoint that only training reads
+CONFIG, JOB = "config.json", "job.json"
+
+
+class _AnyCall(Struct, frozen=True):
+    kind: str
+    model: str = ""
+
+
+class _Graph(Struct, frozen=True):
+    calls: dict[str, _AnyCall] = field(default_factory=dict)
+    leading: str = ""
+
+
+class _Data(Struct, frozen=True):
+    """The part of a run's data that says how its chats were rendered."""
+
+    chat: bool | None = None
+    system: str | None = None
+    template_args: dict[str, Any] = field(default_factory=dict)
+    tools: tuple[dict[str, Any], ...] | None = None
+
+
+class RunOfModel(Struct, frozen=True):
+    """The part of a run's job.json that says what its models do."""
+
+    data: _Data = _Data()
+    graph: _Graph = _Graph()
 
 
 def eval_command(file: Path, overrides: Sequence[str], checkpoint: Path | None) -> None:
@@ -46,13 +74,11 @@ def for_evaluation(prepared: PreparedRun, checkpoint: Path | None) -> PreparedRu
         raise ConfigError([Problem(prepared.checked.where("$.eval"), text, hint)])
     graph, begun_at = job.graph, 0
     if checkpoint is not None:
-        roles = {call.model for call in graph.calls.values() if isinstance(call, Generate)}
-        models = dict(graph.models)
-        for role in roles:
+        for name in graph.generates[:1]:  # the call that evaluations generate by
+            role = graph.role(name)
             folder = model_folder(checkpoint, role)
-            models[role] = msgspec.structs.replace(models[role], path=str(folder))
-            begun_at = step_of(folder)
-        graph = msgspec.structs.replace(graph, models=models)
+            model = msgspec.structs.replace(graph.models[role], path=str(folder))
+            graph, begun_at = msgspec.structs.replace(graph, models={**graph.models, role: model}), step_of(folder)
     changed = msgspec.structs.replace(
         job,
         graph=graph,
@@ -73,20 +99,52 @@ def step_of(model: Path) -> int:
 
 
 def model_folder(path: Path, role: str | None = None) -> Path:
-    """The model in a model folder, a checkpoint (its `role`) or a run directory (its best or newest checkpoint).
+    """The model in a model folder, a checkpoint (its `role`; without one, what `answering_roles` has first) or a run
+    directory (its best or newest checkpoint).
 
     Raises ConfigError naming what was looked for, or the file of the model that is not what was written.
     """
     path = path.expanduser().absolute()
     folder = RunFolder(path)
     for base in (path, folder.best, *map(folder.checkpoint, reversed(folder.steps()))):
-        parts = [base / role] if role is not None else [base / "actor", *sorted(base.glob("*"))]
-        for part in (base, *parts):
-            if (part / "config.json").is_file():
+        if (base / CONFIG).is_file():
+            roles = [""]
+        else:
+            roles = [role] if role is not None else answering_roles(base)[:1]
+        for part in (base / one for one in roles):
+            if (part / CONFIG).is_file():
                 refuse_damage(part)
                 return part
     hint = "name a folder with a config.json, a checkpoint, or a run directory that has a checkpoint"
     raise ConfigError([Problem(Where(str(path)), "there is no model here", hint)])
+
+
+def answering_roles(checkpoint: Path) -> list[str]:
+    """The roles in a checkpoint that answer prompts: those that generate in its run, by the leading call first. Where
+    there is no telling, a role of the name `actor` or the only one. Raises ConfigError where others are as good."""
+    found = sorted(part.name for part in checkpoint.glob("*") if (part / CONFIG).is_file())
+    run = checkpoint.resolve().parent.parent / JOB
+    if len(found) > 1 and run.is_file():
+        graph = read_run(run).graph
+        calls = {name: call.model for name, call in graph.calls.items() if call.kind == "generate"}
+        leading = calls.get(graph.leading, "")
+        roles = [role for role in dict.fromkeys((leading, *calls.values())) if role in found]
+        if roles:
+            return roles
+    if "actor" in found or len(found) < 2:
+        return ["actor"] if "actor" in found else found
+    text = f"there are several models: {', '.join(found)}"
+    raise ConfigError(
+        [Problem(Where(str(checkpoint)), text, f"name the folder of one, such as {checkpoint / found[0]}")]
+    )
+
+
+def read_run(job: Path) -> RunOfModel:
+    """The run of a checkpoint, by its job.json. Raises ConfigError."""
+    try:
+        return msgspec.json.decode(job.read_bytes(), type=RunOfModel)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError([Problem(Where(str(job)), f"the model's run can't be read: {error}")]) from error
 
 
 def refuse_damage(model: Path) -> None:

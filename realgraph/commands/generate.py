@@ -4,10 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-from msgspec import Struct, field
-
-from realgraph.commands.eval import model_folder
+from realgraph.commands.eval import JOB, RunOfModel, answering_roles, model_folder, read_run
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import ModelRole
 from realgraph.graphs.yaml.document import COMMAND_LINE, parse_override
@@ -26,23 +23,15 @@ class SamplingRequest(NamedTuple):
     template_args: Sequence[str] = ()  # `name=value` texts, over those of the run that the model comes from
 
 
-class _Data(Struct, frozen=True):
-    """The part of a run's data that says how its chats were rendered."""
-
-    chat: bool | None = None
-    system: str | None = None
-    template_args: dict[str, Any] = field(default_factory=dict)
-    tools: tuple[dict[str, Any], ...] | None = None
-
-
-class _Job(Struct, frozen=True):
-    data: _Data
-
-
 def generate_command(model: Path, prompts: Sequence[str], ask: SamplingRequest) -> None:
     """Print each prompt with its samples. Raises ConfigError where no model lies at `model`, and for prompts that it
     can't answer."""
-    for prompt, text in answers(model_folder(model), prompts, ask):
+    folder = model_folder(model)
+    others = [] if folder == model.expanduser().absolute() else answering_roles(folder.parent)[1:]
+    if others:
+        others_at = " and ".join(str(folder.parent / role) for role in others)
+        say(f"{folder.name} answers; of the same run: {others_at}", err=True)
+    for prompt, text in answers(folder, prompts, ask):
         say(f"{prompt}{text}" if len(prompts) * ask.n == 1 else f"{prompt!r} -> {text!r}")
 
 
@@ -96,11 +85,8 @@ def chat_settings(folder: Path, ask: SamplingRequest, has_template: bool) -> Dat
     """The rendering of prompts: as in the run that the model is a checkpoint of, if it is one, but for what was asked
     otherwise. Raises ConfigError."""
     roots = [parent.parent for parent in folder.parents if parent.name == "checkpoints"]
-    run = next((root / "job.json" for root in roots if (root / "job.json").is_file()), None)
-    try:
-        had = msgspec.json.decode(run.read_bytes(), type=_Job).data if run is not None else _Data()
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError([Problem(Where(str(run)), f"the model's run can't be read: {error}")]) from error
+    run = next((root / JOB for root in roots if (root / JOB).is_file()), None)
+    had = (read_run(run) if run is not None else RunOfModel()).data
     args = {**had.template_args, **_named(ask.template_args)}
     chat = ask.chat and has_template and had.chat is not False
     if not chat:

@@ -85,8 +85,13 @@ def measured_lines(graph: Graph, steps: Sequence[StepRecord]) -> Iterator[str]:
     tokens = sum(step.metrics["batch/new_tokens"] for step in steady)
     longest = max((max(step.lengths, default=0.0) for step in steady), default=0.0)
     mean = tokens / max(1.0, sum(step.metrics["batch/samples"] for step in steady))
-    yield f"  rollout alone, steps {steady[0].step + 1} to {steady[-1].step + 1}: {tokens / seconds:,.0f} tokens/s"
-    yield f"  tokens of a sample: {mean:.0f} on average, up to about {longest:.0f}"
+    of = f" of {graph.leading}" if graph.leading else ""  # the others' are told call by call
+    yield f"  rollout alone, steps {steady[0].step + 1} to {steady[-1].step + 1}: {tokens / seconds:,.0f} tokens/s{of}"
+    yield f"  tokens of a sample{of}: {mean:.0f} on average, up to about {longest:.0f}"
+    for name in graph.generates[1:]:
+        lengths = [step.metrics[f"{name}/new_tokens"] for step in steady if f"{name}/new_tokens" in step.metrics]
+        if lengths:
+            yield f"  tokens of a sample of {name}: {sum(lengths) / len(lengths):.0f} on average"
     for name in graph.generates:
         running = [step.metrics[f"{name}/running"] for step in steady if f"{name}/running" in step.metrics]
         if running:

@@ -32,6 +32,7 @@ from realgraph.screen.terminal import Terminal
 BLOCKS = "▁▂▃▄▅▆▇█"
 COUNTED_STEPS = 50  # the last ones, whose median seconds the live view shows
 SHARE_CELLS = 20  # of a whole step
+BATCH = "batch"  # its metrics are of no call
 VALUE_LOSS = ("train_critic/loss",)  # of that call alone: another call's loss is no critic's
 SHOWN = (
     ("reward", ("reward/reward",)),
@@ -67,9 +68,20 @@ def pick(metrics: dict[str, float], names: tuple[str, ...]) -> float | None:
     return next((value for name, value in metrics.items() if name.endswith(ending)), None)
 
 
+def told(label: str, metrics: dict[str, float], names: tuple[str, ...]) -> str:
+    """A metric worth showing; each call's by its name where several have one, and none has the usual name."""
+    ending = f"/{names[0].partition('/')[2]}"
+    ours = {name.removesuffix(ending): value for name, value in metrics.items() if name.endswith(ending)}
+    ours.pop(BATCH, None)
+    if len(ours) > 1 and names != VALUE_LOSS and not metrics.keys() & set(names):
+        return f"{label} " + ", ".join(f"{call} {value:.4g}" for call, value in ours.items())
+    value = pick(metrics, names)
+    return f"{label} {value:.4g}" if value is not None else ""
+
+
 def summary(record: StepRecord) -> str:
     """A step in one line: the metrics that it has of those worth showing."""
-    parts = [f"{label} {value:.4g}" for label, names in SHOWN if (value := pick(record.metrics, names)) is not None]
+    parts = [text for label, names in SHOWN if (text := told(label, record.metrics, names))]
     return f"step {record.step + 1}  {record.seconds:.2f} s  " + "  ".join(parts)
 
 

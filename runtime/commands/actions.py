@@ -115,6 +115,9 @@ class StepEnded(Struct, frozen=True, tag=True):
     lengths: tuple[int, ...] = ()  # new tokens of all its groups' samples at equal steps of probability, rising
     age_p95: int = 0  # 95 % of the groups are no older
     n_engines: int = 0  # that make groups, where the run goes on without one that is lost
+    tokens: dict[str, int] = field(
+        default_factory=dict
+    )  # model call -> its samples' tokens; of generate: those sampled
 
 
 class EvalEnded(Struct, frozen=True, tag=True):

@@ -33,11 +33,8 @@ def flatten(ended: StepEnded, graph: Graph, plan: Plan) -> dict[str, float]:
         if call in planned:
             flat[f"{call}/{PLANNED_SECONDS}"] = planned[call]
         flat[f"{call}/queue_seconds"] = queue_seconds(call, ended.spans, graph)
-        if call not in graph.calls or not graph.role(call):
-            continue  # reallocations, functions and advantages work on no tokens
-        tokens = ended.n_new_tokens if "tokens" in graph.writes[call] else ended.n_tokens
-        if span.seconds > 0:
-            flat[f"{call}/tokens_per_second"] = tokens / span.seconds
+        if call in ended.tokens and span.seconds > 0:
+            flat[f"{call}/tokens_per_second"] = ended.tokens[call] / span.seconds
     flat |= {
         "batch/groups": float(ended.n_groups),
         "batch/samples": float(ended.n_samples),

@@ -70,6 +70,10 @@ class Batch:
         self._named: dict[Shape, list[tuple[int, ...]]] = {}
         self._held: dict[tuple[Shape, Place], list[Holders]] = {}
 
+    def lengths(self, own: int = SHARED) -> list[int]:
+        """The tokens of the samples at every position, as `CallPlan.own` has them."""
+        return self._own[own] if 0 <= own < len(self._own) else self.n_tokens
+
     def _cut(self, groups: Sequence[int], shape: Shape) -> list[list[int]]:
         """Positions of the samples of `groups` (positions too), balanced by tokens over the ranks of `shape`. OF_GROUP:
         the first of each group stands for it, and ranks get as many."""
@@ -77,7 +81,7 @@ class Batch:
         if own == OF_GROUP:
             first = [self._of_group[group].start for group in groups]
             return [[first[i] for i in part] for part in balance([1] * len(first), n_ranks)]
-        lengths = self._own[own] if 0 <= own < len(self._own) else self.n_tokens
+        lengths = self.lengths(own)
         if not whole_groups:
             positions = [position for group in groups for position in self._of_group[group]]
             return [[positions[i] for i in part] for part in balance([lengths[p] for p in positions], n_ranks)]

@@ -388,7 +388,7 @@ class Scheduler:
         completed = self._steps.completed
         self._boundary.ended(completed, max(completed, self._steps.newest_train + 1), now)
         drops = [Send(worker, Drop(groups)) for worker, groups in batch.holdings().items()]
-        return [*drops, summary(batch, tally, self._devices.versions, self._losses.n_engines)]
+        return [*drops, summary(batch, tally, self._devices.versions, self._losses.n_engines, self._program)]
 
 
 def _without_sends_after_a_failure(actions: list[Action]) -> list[Action]:

@@ -13,7 +13,7 @@ from realgraph.runtime.commands.tasks import Task, TaskKind, Tasks
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.ledger import Group
 from realgraph.runtime.scheduler.placement import Batch, drawn, units_of
-from realgraph.runtime.scheduler.program import CallPlan, Program
+from realgraph.runtime.scheduler.program import OF_GROUP, CallPlan, Program
 from realgraph.runtime.wire.protocol import Execute, Mean, Prefetch, SampleSource
 
 Part = tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[SampleSource, ...]]  # (workers, shares, sources)
@@ -282,7 +282,7 @@ def _parts_of_whole(call: CallPlan, batch: Batch) -> list[Part]:
     return [(call.workers, (tuple(batch.ids),), batch.sources(call, positions))]
 
 
-def summary(batch: Batch, tally: StepTally, versions: Mapping[str, int], n_engines: int) -> StepEnded:
+def summary(batch: Batch, tally: StepTally, versions: Mapping[str, int], n_engines: int, program: Program) -> StepEnded:
     """The report of a step that has ended. n_engines: see StepEnded."""
     ages = [batch.step - group.oldest for group in batch.groups]
     lengths = [sample.n_new_tokens for group in batch.groups for sample in group.samples]
@@ -306,4 +306,16 @@ def summary(batch: Batch, tally: StepTally, versions: Mapping[str, int], n_engin
         lengths=quantiles(lengths, LENGTH_QUANTILES) if any(lengths) else (),
         age_p95=sorted(ages)[math.ceil(0.95 * len(ages)) - 1],
         n_engines=n_engines,
+        tokens={call.name: _tokens(call, batch, tally) for call in program.calls.values() if call.role},
     )
+
+
+def _tokens(call: CallPlan, batch: Batch, tally: StepTally) -> int:
+    """See StepEnded. How long the data's own sequences are only those know that train on them."""
+    if call.kind == "generate":
+        made = [group.metrics[call.name]["new_tokens"].total for group in batch.groups if call.name in group.metrics]
+        return round(sum(made))
+    if call.own == OF_GROUP:
+        told = tally.metrics.get(call.name, {}).get("n_tokens")
+        return round(told.total) if isinstance(told, Mean) else 0
+    return sum(batch.lengths(call.own))

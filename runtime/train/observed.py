@@ -27,7 +27,8 @@ class Aim:
 
 
 def observed(batch: Packed, outputs: Outputs, aim: Aim) -> dict[str, Mean]:
-    """Metrics of the engine's own: entropy, and the gap to the generator on tokens that `gap_version` sampled."""
+    """Metrics of the engine's own: entropy, and the gap to the generator on tokens that `gap_version` sampled; none of
+    nothing, which would look like a gap of 0."""
     values: dict[str, Tensor] = {}
     if outputs.entropy is not None and not outputs.entropy.requires_grad:
         values["entropy"] = outputs.entropy[batch.mask]
@@ -37,7 +38,8 @@ def observed(batch: Packed, outputs: Outputs, aim: Aim) -> dict[str, Mean]:
     if not values:
         return {}
     totals = torch.stack([value.sum(dtype=torch.float64) for value in values.values()]).tolist()
-    return {name: Mean(total, value.numel()) for (name, value), total in zip(values.items(), totals, strict=True)}
+    pairs = zip(values.items(), totals, strict=True)
+    return {name: Mean(total, value.numel()) for (name, value), total in pairs if value.numel()}
 
 
 def gap_sums(batch: Packed, outputs: Outputs, aim: Aim, engines: Sequence[int]) -> Tensor:

@@ -4,7 +4,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from tests.runs import home, logs, merged, start, write_run
+from tests.runs import assert_gaps, home, logs, merged, start, write_run
 from tests.sglang.servers import OF_RUNS, START_SECONDS, interpreter
 
 __all__ = ["home"]
@@ -45,8 +45,7 @@ def test_a_run_on_a_real_server_learns(home: Path, tmp_path: Path) -> None:
     # a share is in [0, 1], so that the means of so many samples have a standard error of this at most
     error = 0.5 * (2 / (COMPARED * GROUPS * GROUP_SIZE)) ** 0.5
     assert last > first + 6 * error, rewards
-    gaps = [value for step in steps for key, value in step.items() if key.endswith(("logprob_gap", "update_gap"))]
-    assert len(gaps) >= STEPS - 1 and max(gaps) < 1e-3
+    assert_gaps(steps, STEPS, 1)
     assert "not compared" not in logs(run.folder)
     served_log = (run.folder / "logs" / "sglang-rollout-0.log").read_text()
     assert served_log.count('"POST /update_weights_from_distributed HTTP/1.1" 200') >= STEPS - 2
