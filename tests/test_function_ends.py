@@ -73,6 +73,22 @@ def relay(text):
 def copies(text):
     os.fork()
     return 1.0
+
+def terminated(text):
+    """The share of copies that end when they are asked to as they begin."""
+    ended = 0
+    for _ in range(20):
+        copy = os.fork()
+        if copy == 0:
+            time.sleep(60)
+        os.kill(copy, 15)
+        last = time.monotonic() + 2
+        while time.monotonic() < last and not (done := os.waitpid(copy, os.WNOHANG)[0]):
+            time.sleep(0.01)
+        ended += done == copy
+        if done != copy:
+            os.kill(copy, 9)
+    return ended / 20
 '''
 
 
@@ -187,6 +203,11 @@ def test_a_copy_of_the_process_answers_nothing(folder: Path, mark: str, capfd: p
             assert host.run("r", call("copies"), unit("go"))[0].values == {"reward": 1.0}
         assert until(lambda: len(marked(mark)) == 2, 5)
     assert "a copy of the functions' process, made by os.fork, has returned" in capfd.readouterr().out
+
+
+def test_a_copy_that_is_asked_to_end_as_it_begins_ends(folder: Path, mark: str) -> None:
+    with FunctionHost(str(folder)) as host:
+        assert host.run("r", call("terminated"), unit("go"))[0].values == {"reward": 1.0}
 
 
 # --- the whole tree of a run ------------------------------------------------------------------------------------------

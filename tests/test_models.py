@@ -198,6 +198,13 @@ def test_refused_folders(tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"pickled[\s\S]*save_pretrained"):
         build(ModelRole(), str(folder), Start(CPU))
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(ConfigError, match=r"no model\.safetensors[\s\S]*hf download NAME"):
+        build(ModelRole(), str(folder), Start(CPU))
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"\(2 of 2 files are missing\)[\s\S]*hf download NAME"):
+        build(ModelRole(), str(folder), Start(CPU))
 
 
 def test_a_score_head_that_nobody_trained_is_refused(folder: Path) -> None:

@@ -216,17 +216,33 @@ def _leave_signals_to_owner() -> None:
     """Ctrl-C and requests to end are the master's to answer. What functions start gets the default answers."""
     for signum in END_SIGNALS:
         signal.signal(signum, _ignore)  # a handler, since an ignored signal stays ignored in programs that are started
-    os.register_at_fork(after_in_child=_answer_signals)
+    forks = _Forks()
+    os.register_at_fork(before=forks.hold, after_in_parent=forks.let_go, after_in_child=forks.answer)
 
 
 def _ignore(signum: int, stack: FrameType | None) -> None:
     pass
 
 
-def _answer_signals() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+class _Forks(threading.local):
+    """Holds back requests to end while a function forks: one that comes before the copy answers by default ends it as
+    soon as it does. `multiprocessing.Pool` sends them to copies that have just begun, and waits for their end."""
+
+    def __init__(self) -> None:
+        self._masks: list[set[int]] = []  # of signals, from before each fork of this thread
+
+    def hold(self) -> None:
+        self._masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS))
+
+    def let_go(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.pop())
+
+    def answer(self) -> None:
+        """In the copy, whose one thread is its main thread."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        self.let_go()
 
 
 def main(fd: int, parent: int, user_dir: str, memory_bytes: int) -> None:

@@ -44,6 +44,7 @@ COPIED = (  # beside the weights, what a saved model needs to be used; copied fr
 HUB_PATTERNS = ["*.safetensors", "model.safetensors.index.json", "config.json", *COPIED]
 ELSEWHERE = "*/*"  # the same weights in other forms
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+BRING_WEIGHTS = "bring the model's .safetensors files there; of the Hub, where there is a network: hf download NAME"
 
 
 def refuse(file: RunPath | str, text: str, hint: str = "") -> ConfigError:
@@ -103,7 +104,10 @@ def weight_files(folder: RunPath) -> tuple[RunPath, ...]:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            raise refuse(index, f"the index names {missing[0]}, which is not there ({len(missing)} files missing)")
+            text = (
+                f"the index names {missing[0]}, which is not there ({len(missing)} of {len(names)} files are missing)"
+            )
+            raise refuse(index, text, BRING_WEIGHTS)
         return tuple(folder / name for name in names)
     single = folder / "model.safetensors"
     if single.is_file():
@@ -112,8 +116,7 @@ def weight_files(folder: RunPath) -> tuple[RunPath, ...]:
     if pickled:
         hint = "convert it: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) writes safetensors"
         raise refuse(folder, f"only pickled weights ({pickled[0]}), which can run code when read: refused", hint)
-    hint = "to start from random weights, say so: build(..., seed=...)"
-    raise refuse(folder, "the folder has a config.json but no model.safetensors", hint)
+    raise refuse(folder, "the folder has a config.json but no model.safetensors", BRING_WEIGHTS)
 
 
 def own_part(parameter: Tensor, name: str, cut: TensorCut) -> tuple[Tensor, tuple[slice, ...]]:
