@@ -36,6 +36,7 @@ from realgraph.planner.options.moves import Place, move_matrix, transport_of
 from realgraph.planner.options.pricing import PricedOption, options_of
 from realgraph.planner.options.tables import PreparedProblem, device_bytes
 from realgraph.planner.plan.events import EventGraph, event_graph, period
+from realgraph.planner.plan.late_turns import with_late_turns
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.plan import Allocation, Plan, Transport, Turn
 from realgraph.planner.plan.problem import Choice, Solution
@@ -47,6 +48,7 @@ from realgraph.planner.search.streams import kept_caches, room_beside, starts_of
 from realgraph.planner.solve.solver import orders
 
 SPARE_FRACTION = 0.5  # of the memory that is left, for longer samples: peaks are predictions, and the rest stays free
+TOLERANCE = 1e-9  # of a period
 
 
 def plan_of(prepared: PreparedProblem, solution: Solution) -> Plan:
@@ -78,7 +80,8 @@ def plan_of(prepared: PreparedProblem, solution: Solution) -> Plan:
     )
     plan = with_prefetches(request, plan)
     plan = replace(plan, allocations=_all_completed(request, plan.allocations))
-    plan = _with_spare_room(request, _beside_streams(request, steady_state(request, plan)))
+    plan = _late(request, steady_state(request, plan))
+    plan = _with_spare_room(request, _beside_streams(request, plan))
     bounds = period(events_of(request, plan)).circuit  # the search's own circuit leaves out the free calls
     bound = min(plan.lower_bound_seconds, plan.period_seconds)  # a stream that gives way at any time may do better
     plan = replace(plan, lower_bound_seconds=bound, bottleneck=bounds, latency_seconds=step_latency(plan))
@@ -101,6 +104,14 @@ def move_seconds_of(prepared: PreparedProblem, target: str, choices: Mapping[str
 def events_of(request: PlanRequest, plan: Plan) -> EventGraph:
     """The plan's timed event graph, with the predicted seconds of free calls."""
     return event_graph(request.graph, plan, free_seconds(request), keeps_turns=False)
+
+
+def _late(request: PlanRequest, plan: Plan) -> Plan:
+    """The plan with late turns, and its starts with them; as it is where the period would be longer."""
+    late = with_late_turns(request.graph, plan, free_seconds(request))
+    if late.orders == plan.orders or period(events_of(request, late)).seconds > plan.period_seconds * (1 + TOLERANCE):
+        return plan
+    return replace(late, starts=starts_of(request, late))
 
 
 def step_latency(plan: Plan) -> float:

@@ -28,6 +28,7 @@ from realgraph.planner.plan.events import (
     moved_calls,
     period,
 )
+from realgraph.planner.plan.late_turns import earliest_starts
 from realgraph.planner.plan.option import CallOption
 from realgraph.planner.plan.plan import REALLOCATION, Plan, reallocation_node
 from realgraph.planner.request.request import PlanRequest
@@ -178,13 +179,7 @@ def starts_of(request: PlanRequest, plan: Plan) -> dict[str, float]:
     """Seconds at which the calls and reallocations of step 0 may start at the earliest in the plan's period; the first
     at 0. Longest paths, see `planner/plan/events.py`."""
     events = event_graph(request.graph, plan, free_seconds(request), keeps_turns=False)
-    starts = dict.fromkeys(events.seconds, 0.0)
-    for _ in range(len(starts) + 1):
-        for edge in events.dependencies:
-            soonest = (
-                starts[edge.source] + events.seconds[edge.source] + edge.delay - edge.distance * plan.period_seconds
-            )
-            starts[edge.target] = max(starts[edge.target], soonest)
+    starts = earliest_starts(events, plan.period_seconds)
     known = [name for name in starts if name in plan.allocations or name.startswith(REALLOCATION)]
     first = min(starts[name] for name in known)
     return {name: starts[name] - first for name in known}
