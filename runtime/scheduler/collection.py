@@ -58,8 +58,7 @@ class Collection:
         self._leaving: dict[int, Group] = {}  # discarded, but a function still reads them
         self._aborted = AbortedGroups()
         self.loads = {program.generate: GroupLoads(program.owner_workers)}  # by call, '' where data are loaded
-        for name in program.later:
-            self.loads[name] = GroupLoads(rank[0] for rank in program.calls[name].ranks)
+        self.loads |= {name: GroupLoads(rank[0] for rank in program.calls[name].ranks) for name in program.later}
         self.sessions: dict[str, int] = {}  # later generate calls that may be sent groups -> version of their weights
         self.held: frozenset[str] = frozenset()  # of these calls, later ones, no sample begins
         self._functions = FunctionQueues(program.function_processes, program.slack_seconds)
@@ -68,8 +67,7 @@ class Collection:
         self.n_discarded_in_row = 0  # groups left out since the last one that was ready
         self.n_skipped = 0  # of them, those whose prompt was too long
         predicted = sum(program.calls[name].predicted_seconds for name in program.generates)
-        # the longest that a worker may take from one made group to the next
-        self.limit_seconds = job.runtime.deadline(predicted)
+        self.limit_seconds = job.runtime.deadline(predicted)  # at most, from a worker's one made group to its next
 
     def image(self, tallies: TallyNumbers) -> CollectionImage:
         """All that it has but the ledger's groups."""
@@ -106,11 +104,14 @@ class Collection:
 
     def admit(self, places: int, at: Admission, now: float, limited: bool = True) -> list[Action]:
         """Admit a group to each place, fewer where `limited` by the work in flight, each to who has least to do."""
-        most = self._concurrency.most_per_engine if self._concurrency is not None else math.inf
-        dealt = self.loads[self._program.generate].deal(self._room(places, limited), at.owners, most, at.resting)
+        limit, most = self._concurrency, math.inf
+        if limit is not None:
+            places = min(places, limit.room(self._ledger.n_waiting)) if limited else places
+            most = limit.most_per_engine
+        dealt = self.loads[self._program.generate].deal(places, at.owners, most, at.resting)
         groups = [self._ledger.admit(worker, at.version) for worker in dealt]
-        if self._concurrency is not None:
-            self._concurrency.admitted([group.id for group in groups], now)
+        if limit is not None:
+            limit.admitted([group.id for group in groups], now)
         return [self.submit(worker, its, at.weights, now) for worker, its in by_owner(groups).items()]
 
     def submit(self, worker: int, groups: Sequence[Group], weights: int, now: float) -> Action:
@@ -127,10 +128,6 @@ class Collection:
         for group in groups if self._shares else ():
             group.keeper = keeper_of(group.id, group.owner, engines)
         return tuple([group.keeper for group in groups]) if self._shares else ()
-
-    def _room(self, places: int, limited: bool) -> int:
-        """The places that may be taken of so many: there is a limit of work in flight, too."""
-        return min(places, self._concurrency.room(self._ledger.n_waiting)) if self._concurrency and limited else places
 
     def abort(self) -> list[Action]:
         """Stop all generation: no step of this run will need what is not made yet. A resumed run makes it again."""
@@ -166,14 +163,18 @@ class Collection:
         if self._concurrency is not None:
             oldest = (self.step - self._ledger.staleness) * self._trains_of(self._program.generate)
             self._concurrency.batched(self.step, [batched_group(one.id, one.samples, oldest) for one in groups], now)
-        tally, self.tally = self.tally, StepTally()
-        self.step += 1
+        self.step, tally, self.tally = self.step + 1, self.tally, StepTally()
         return tally
 
     def step_ended(self, step: int, now: float) -> None:
         """Every call of `step` has ended."""
         if self._concurrency is not None:
             self._concurrency.step_ended(step, now)
+
+    def starves(self, starving: bool, now: float) -> None:
+        """The devices that train have nothing to do from now on until a batch is there, or they have again."""
+        if self._concurrency is not None:
+            self._concurrency.starves(starving, now)
 
     # --- coming back --------------------------------------------------------------------------------------------------
 

@@ -116,6 +116,15 @@ class Program(Struct, frozen=True):
         """The later generate calls whose samples' lengths are told."""
         return tuple([name for name in self.later if self.calls[name].per_sample])
 
+    @property
+    def trainer(self) -> str:
+        """The last train call of the role that makes the samples of groups; '' where that is frozen."""
+        call = self.calls.get(self.generate)
+        trains = [
+            name for name, other in self.calls.items() if call and other.kind == "train" and other.role == call.role
+        ]
+        return trains[-1] if trains else ""
+
     def trains_of(self, generate: str) -> int:
         """Train calls a step of the role of a generate call; 0 where it is frozen, or there is no such call."""
         call = self.calls.get(generate)

@@ -72,6 +72,8 @@ class ConcurrencyImage(Struct, frozen=True):
     stands: int
     masked: float
     predicted: float
+    starving: bool
+    starved: float
 
 
 class Concurrency:
@@ -89,6 +91,7 @@ class Concurrency:
         self._step_seconds = 0.0  # of training a step, where its batch is there; 0: not known yet
         self._period = 0.0  # seconds from the end of a step to the next one's; 0: not known yet
         self._assembled: dict[int, float] = {}  # step -> when its batch was there
+        self._starving, self._starved = False, 0.0  # training has nothing to do without a batch; seconds of this step
         self._ended_at = -math.inf  # the last step
         self._kept = self._left_out = 0.0  # groups, older ones count less
         self._masked = self._predicted = 0.0  # shares beyond the bound, of batches and of limits; older ones count less
@@ -124,6 +127,8 @@ class Concurrency:
             stands=self._stands,
             masked=self._masked,
             predicted=self._predicted,
+            starving=self._starving,
+            starved=self._starved,
         )
 
     def restore(self, image: ConcurrencyImage) -> None:
@@ -137,6 +142,7 @@ class Concurrency:
         self._filled, self._judged_at, self._judged_area = image.filled, image.judged_at, image.judged_area
         self._masked, self._predicted = image.masked, image.predicted
         self._waiting, self._waited, self._stands = image.waiting, image.waited, image.stands
+        self._starving, self._starved = image.starving, image.starved
         self._most_of_slots = self._places_of_slots
 
     # --- what happens -------------------------------------------------------------------------------------------------
@@ -144,6 +150,7 @@ class Concurrency:
     def _pass(self, now: float) -> None:
         self._area += len(self._flying) * (now - self._now)
         self._waited += self._waiting * (now - self._now)
+        self._starved += self._starving * (now - self._now)
         self._now = now
 
     def admitted(self, groups: Sequence[int], now: float) -> None:
@@ -206,14 +213,21 @@ class Concurrency:
         self._masked = KEEP_SHARE * self._masked + (1 - KEEP_SHARE) * masked
         self._predicted = KEEP_SHARE * self._predicted + (1 - KEEP_SHARE) * predicted
 
+    def starves(self, starving: bool, now: float) -> None:
+        """From now on the devices that train have nothing to do until a batch is there, or they have again."""
+        self._pass(now)
+        self._starving = starving
+
     def step_ended(self, step: int, now: float) -> None:
         """Every call of `step` has ended: its training took the time from when both its batch and the device were
-        there."""
+        there, less that in which its turn came behind one that waited for another batch."""
+        self._pass(now)
         seconds = now - max(self._assembled.pop(step, now), self._ended_at)
-        self._step_seconds = _mixed(self._step_seconds, seconds)
         if self._ended_at > -math.inf:
+            seconds = min(seconds, now - self._ended_at - self._starved)
             self._period = _mixed(self._period, now - self._ended_at)
-        self._ended_at = now
+        self._step_seconds = _mixed(self._step_seconds, max(0.0, seconds))
+        self._ended_at, self._starved = now, 0.0
 
     # --- the limit ----------------------------------------------------------------------------------------------------
 
@@ -222,7 +236,7 @@ class Concurrency:
         without those of the batch that trains."""
         limit = self._limit * (1 if self._settings.fixed else 1 + self._swing * SWING) + self._settings.surplus
         limit = min(max(1.0, limit), self._most_of_slots)
-        self._waiting = max(0, n_waiting - self._settings.per_batch)
+        self._waiting = max(0, n_waiting - (1 + self._settings.needed) * self._settings.per_batch)
         return max(0, math.ceil(limit) - self._waiting - len(self._flying))
 
     @property
@@ -261,7 +275,8 @@ class Concurrency:
     @property
     def _most(self) -> float:
         """Groups in flight with all places filled: half a batch is ready on average, and one trains at times."""
-        places, per_batch = float(self._settings.places), self._settings.per_batch
+        per_batch, needed = self._settings.per_batch, self._settings.needed
+        places = float(self._settings.places - needed * per_batch)
         low, high = places - 1.5 * per_batch, places - 0.5 * per_batch
         for _ in range(HALVINGS):  # more in flight train for more of the time, which leaves fewer places
             middle = (low + high) / 2
@@ -270,7 +285,8 @@ class Concurrency:
                 low = middle
             else:
                 high = middle
-        return max(1.0, min(high, self._most_of_slots))
+        least = per_batch if needed else 1.0  # turns that wait for a batch wait for all of it
+        return max(1.0, min(max(least, high), self._most_of_slots))
 
     @property
     def _made_per_step(self) -> float:

@@ -4,6 +4,9 @@ import math
 
 from msgspec import Struct
 
+from realgraph.graphs.graph import Graph
+from realgraph.graphs.spec import Generate, Train
+from realgraph.planner.plan.plan import Plan
 from realgraph.runtime.job.job import Job
 
 
@@ -21,6 +24,7 @@ class ConcurrencySettings(Struct, frozen=True):
     n_engines: int = 1
     surplus: int = 0
     takes_overdue: bool = True
+    needed: int = 0  # batches that the plan's turns need besides the one that trains
 
     @property
     def places(self) -> int:
@@ -44,4 +48,21 @@ def settings_of(job: Job, n_engines: int) -> ConcurrencySettings | None:
         n_engines=n_engines,
         surplus=job.batch.surplus,
         takes_overdue=job.overdue in ("mask", "allow"),
+        needed=batches_needed(job.graph, job.plan),
     )
+
+
+def batches_needed(graph: Graph, plan: Plan) -> int:
+    """Batches that have to be there before one is trained, besides that one: those of calls whose turns come first."""
+    role, needed = graph.role(graph.generates[0]), 0
+    trained = [name for name, call in graph.calls.items() if isinstance(call, Train) and call.model == role]
+    for order in set(plan.orders.values()):
+        for place, turn in enumerate(order):
+            if turn.call == trained[-1]:
+                earlier = [
+                    other.offset - turn.offset - (number > place)
+                    for number, other in enumerate(order)
+                    if other.call in graph.calls and not isinstance(graph.calls[other.call], Generate)
+                ]
+                needed = max(needed, *earlier)
+    return needed

@@ -152,6 +152,17 @@ class Turns:
         heads = [self._head(lane, barrier, limit) for lane in self.lanes]
         return [head for head in dict.fromkeys(heads) if head is not None]
 
+    def starve(self, call: str, heads: Sequence[NextTurn], next_batch: int) -> bool:
+        """True where the devices of `call` have nothing to do until a batch is there. heads: see `next`. next_batch:
+        the first step whose batch is not there."""
+        lanes = {id(lane) for lane in self._of.get(call, ()) if lane.task is None}
+        return any(
+            head.step >= next_batch
+            and head.call not in self._unbarred
+            and not lanes.isdisjoint(map(id, self._of[head.call]))
+            for head in heads
+        )
+
     def leave(self, call: str, step: int) -> None:
         """`call` of `step` has had its turn on all its devices. One whose step is none of the run's any more, since it
         was told to stop meanwhile, has been passed already."""
