@@ -115,9 +115,7 @@ class StepEnded(Struct, frozen=True, tag=True):
     lengths: tuple[int, ...] = ()  # new tokens of all its groups' samples at equal steps of probability, rising
     age_p95: int = 0  # 95 % of the groups are no older
     n_engines: int = 0  # that make groups, where the run goes on without one that is lost
-    tokens: dict[str, int] = field(
-        default_factory=dict
-    )  # model call -> its samples' tokens; of generate: those sampled
+    tokens: dict[str, int] = {}  # model call -> tokens of its samples; of a generate call those that it drew
 
 
 class EvalEnded(Struct, frozen=True, tag=True):
