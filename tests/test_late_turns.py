@@ -91,11 +91,11 @@ def test_devices_starve_where_their_turn_is_a_call_whose_batch_is_not_there() ->
     turns = Turns(plan_of(EARLY).orders, 0, ["generate"])
     heads = turns.next(100, 100)
     assert NextTurn("ref", 0) in heads and NextTurn("generate", 0) in heads
-    assert turns.starve("actor_train", heads, 0)
-    assert not turns.starve("actor_train", heads, 1)  # it is there: something else is awaited
-    assert not turns.starve("generate", heads, 0)
+    assert turns.awaits_batch("actor_train", heads, 0)
+    assert not turns.awaits_batch("actor_train", heads, 1)  # it is there: something else is awaited
+    assert not turns.awaits_batch("generate", heads, 0)
     turns.hold(turns.of("ref"), 7)
-    assert not turns.starve("actor_train", heads, 0)
+    assert not turns.awaits_batch("actor_train", heads, 0)
 
 
 def test_the_wait_for_the_batch_of_another_call_is_no_training() -> None:

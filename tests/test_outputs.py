@@ -356,8 +356,8 @@ def test_a_step_is_summed_up_whatever_its_calls_are_called() -> None:
     critic = {"train_actor/loss": 1.0, "train_critic/loss": 3.0, "score/reward": 0.5}
     assert summary(StepRecord(0, 0.5, critic)) == "step 1  0.50 s  reward 0.5  loss 1  value loss 3"
     debate = {"pro_train/loss": 1.5, "con_train/loss": -0.5, "first/new_tokens": 7.0, "batch/new_tokens": 70.0}
-    told = "step 1  0.50 s  loss pro_train 1.5, con_train -0.5  new tokens 7"
-    assert summary(StepRecord(0, 0.5, debate)) == told
+    text = "step 1  0.50 s  loss pro_train 1.5, con_train -0.5  new tokens 7"
+    assert summary(StepRecord(0, 0.5, debate)) == text
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's count of a process's peak is reset on Linux alone")

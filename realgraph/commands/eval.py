@@ -20,7 +20,7 @@ from realgraph.screen.console import EvaluationLines
 from realgraph.screen.terminal import run_terminal
 
 OPTIMIZER = "optimizer"  # files of a checkpoint that only training reads
-CONFIG, JOB = "config.json", "job.json"
+CONFIG = "config.json"
 
 
 class _AnyCall(Struct, frozen=True):
@@ -123,7 +123,7 @@ def answering_roles(checkpoint: Path) -> list[str]:
     """The roles in a checkpoint that answer prompts: those that generate in its run, by the leading call first. Where
     there is no telling, a role of the name `actor` or the only one. Raises ConfigError where others are as good."""
     found = sorted(part.name for part in checkpoint.glob("*") if (part / CONFIG).is_file())
-    run = checkpoint.resolve().parent.parent / JOB
+    run = RunFolder(checkpoint.resolve().parent.parent).job
     if len(found) > 1 and run.is_file():
         graph = read_run(run).graph
         calls = {name: call.model for name, call in graph.calls.items() if call.kind == "generate"}

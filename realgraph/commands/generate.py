@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from realgraph.commands.eval import JOB, RunOfModel, answering_roles, model_folder, read_run
+from realgraph.commands.eval import RunOfModel, answering_roles, model_folder, read_run
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import ModelRole
 from realgraph.graphs.yaml.document import COMMAND_LINE, parse_override
 from realgraph.runtime.job.job import DataSpec
+from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.screen.output import say
 
 
@@ -85,7 +86,7 @@ def chat_settings(folder: Path, ask: SamplingRequest, has_template: bool) -> Dat
     """The rendering of prompts: as in the run that the model is a checkpoint of, if it is one, but for what was asked
     otherwise. Raises ConfigError."""
     roots = [parent.parent for parent in folder.parents if parent.name == "checkpoints"]
-    run = next((root / JOB for root in roots if (root / JOB).is_file()), None)
+    run = next((job for root in roots if (job := RunFolder(root).job).is_file()), None)
     had = (read_run(run) if run is not None else RunOfModel()).data
     args = {**had.template_args, **_named(ask.template_args)}
     chat = ask.chat and has_template and had.chat is not False

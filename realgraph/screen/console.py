@@ -68,7 +68,7 @@ def pick(metrics: dict[str, float], names: tuple[str, ...]) -> float | None:
     return next((value for name, value in metrics.items() if name.endswith(ending)), None)
 
 
-def told(label: str, metrics: dict[str, float], names: tuple[str, ...]) -> str:
+def shown_metric(label: str, metrics: dict[str, float], names: tuple[str, ...]) -> str:
     """A metric worth showing; each call's by its name where several have one, and none has the usual name."""
     ending = f"/{names[0].partition('/')[2]}"
     ours = {name.removesuffix(ending): value for name, value in metrics.items() if name.endswith(ending)}
@@ -81,7 +81,7 @@ def told(label: str, metrics: dict[str, float], names: tuple[str, ...]) -> str:
 
 def summary(record: StepRecord) -> str:
     """A step in one line: the metrics that it has of those worth showing."""
-    parts = [text for label, names in SHOWN if (text := told(label, record.metrics, names))]
+    parts = [text for label, names in SHOWN if (text := shown_metric(label, record.metrics, names))]
     return f"step {record.step + 1}  {record.seconds:.2f} s  " + "  ".join(parts)
 
 

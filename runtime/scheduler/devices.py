@@ -357,7 +357,7 @@ class Devices:
         heads = self.turns.next(barrier, target)
         if self._skip_made(heads):
             return []
-        self._collection.starves(self.turns.starve(self._program.trainer, heads, self._collection.step), now)
+        self._collection.starves(self.turns.awaits_batch(self._program.trainer, heads, self._collection.step), now)
         actions = self._take_moves(heads, now)
         if actions is not None:
             return actions

@@ -316,6 +316,6 @@ def _tokens(call: CallPlan, batch: Batch, tally: StepTally) -> int:
         made = [group.metrics[call.name]["new_tokens"].total for group in batch.groups if call.name in group.metrics]
         return round(sum(made))
     if call.own == OF_GROUP:
-        told = tally.metrics.get(call.name, {}).get("n_tokens")
-        return round(told.total) if isinstance(told, Mean) else 0
+        trained = tally.metrics.get(call.name, {}).get("n_tokens")
+        return round(trained.total) if isinstance(trained, Mean) else 0
     return sum(batch.lengths(call.own))

@@ -152,7 +152,7 @@ class Turns:
         heads = [self._head(lane, barrier, limit) for lane in self.lanes]
         return [head for head in dict.fromkeys(heads) if head is not None]
 
-    def starve(self, call: str, heads: Sequence[NextTurn], next_batch: int) -> bool:
+    def awaits_batch(self, call: str, heads: Sequence[NextTurn], next_batch: int) -> bool:
         """True where the devices of `call` have nothing to do until a batch is there. heads: see `next`. next_batch:
         the first step whose batch is not there."""
         lanes = {id(lane) for lane in self._of.get(call, ()) if lane.task is None}
