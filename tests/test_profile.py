@@ -30,7 +30,7 @@ from realgraph.planner.request.cost_table import COSTS_FILE, CostTable, load_cos
 from realgraph.planner.request.request import at_staleness, call_hashes
 from realgraph.planner.search.search import reprice
 from realgraph.profile.command import ProfileRequest, machine_of, profile_command
-from realgraph.run.costs_record import MOST_STEPS, CostsFile, Planned, SomeSteps, costs_of, covered
+from realgraph.run.costs_record import MOST_STEPS, CostsFile, Planned, SomeSteps, costs_of, covered, with_lengths
 from realgraph.run.running import prepare
 from realgraph.runtime.master.observer import RunEnded, RunStarted, Span, StepRecord
 from realgraph.runtime.profile.launch import measure
@@ -142,6 +142,39 @@ def test_generation_that_overlaps_other_steps_is_left_out(home: Path) -> None:
     table = costs_of(stale, steps([1.0] * 5), datetime.now(UTC))
     assert table is not None
     assert [call.call for call in table.calls] == ["train"]
+
+
+STALE = {"staleness": 2, "calls": {"train": {"loss": {"terms": {"policy": {"off_policy": {"kind": "decoupled"}}}}}}}
+
+
+@pytest.mark.parametrize(("queue_seconds", "of"), [(3.0, "training"), (0.1, "generation")])
+def test_an_asynchronous_run_leaves_what_decides_its_steps(
+    home: Path, tmp_path: Path, queue_seconds: float, of: str
+) -> None:
+    """Each step: 2 s of training, 0.75 s of nothing; its samples were there for so long when they were read."""
+    found = prepare(write_run(home, "stale", merged(GRPO, APART, STALE)), (), None)
+    run = Planned("stale", found.request, found.job.plan)
+    observer = CostsFile(run, tmp_path / COSTS_FILE)
+    metrics = steps([1.0])[0].metrics | {"train/queue_seconds": queue_seconds}
+    done = [StepRecord(number, 2.75, metrics, 0.0, (2, 3, 4)) for number in range(9)]
+    for record in done:
+        at = 2.75 * record.step
+        observer.observe(Span(1, "rollout", record.step, at - 2.0, at))
+        observer.observe(Span(0, "train", record.step, at, at + 2.0))
+        observer.observe(record)
+    observer.observe(RunEnded(9, "finished", True))
+    table = load_costs(tmp_path)
+    again = reprice(replace(with_lengths(run.request, done), costs=table), run.plan)
+    assert again.allocations["train"].seconds - again.allocations["train"].step_end_seconds == pytest.approx(2.0)
+    if of == "training":
+        assert table.step_end_seconds == pytest.approx(0.75)
+        assert again.period_seconds == pytest.approx(2.75, rel=1e-3)
+        assert [call.call for call in table.calls] == ["train"]
+    else:
+        assert table.step_end_seconds is None
+        assert {call.call: call.seconds for call in table.calls} == pytest.approx({"train": 2.0, "rollout": 2.75})
+        assert again.allocations["rollout"].seconds == pytest.approx(2.75, rel=0.01)
+        assert again.period_seconds == pytest.approx(2.75, rel=0.01)
 
 
 @pytest.mark.parametrize("n", [1, 7, 511, 513, 514, 515, 5_000, 40_000])

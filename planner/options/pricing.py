@@ -297,8 +297,10 @@ def correction_of(request: PlanRequest, call: str, candidate: CallOption) -> Cor
     phase = phase_of(request.graph.calls[call])
     least = measured_deviation(phase, cpu=request.cluster.is_cpu)
     measured = _measured(request, call, candidate)
-    if measured is not None:
-        return Correction(error=max(measured[1], least), measured_seconds=measured[0])
+    if measured is not None and not streams(request, call):
+        return Correction(error=max(measured.error, least), measured_seconds=measured.seconds)
+    if measured is not None and measured.predicted_seconds > 0:  # of one number of samples in flight
+        return Correction(measured.seconds / measured.predicted_seconds, 0.0, max(measured.error, least))
     factor = measured_there(request, candidate.layout).phases.get(phase, PhaseFactor())
     error = max(factor.error, least) if factor.error else _formula_error(request, call, candidate)
     return Correction(factor.factor, factor.constant_seconds, error)
@@ -311,18 +313,18 @@ def _formula_error(request: PlanRequest, call: str, candidate: CallOption) -> fl
 
 
 def is_measured(request: PlanRequest, call: str, candidate: CallOption) -> bool:
-    """True where exactly this call was measured."""
-    return _measured(request, call, candidate) is not None
+    """True where exactly this call was measured. A stream's seconds depend on what is in flight besides."""
+    return not streams(request, call) and _measured(request, call, candidate) is not None
 
 
-def _measured(request: PlanRequest, call: str, candidate: CallOption) -> tuple[float, float] | None:
-    """The measured seconds and error of exactly this call, None where there are none."""
+def _measured(request: PlanRequest, call: str, candidate: CallOption) -> MeasuredCall | None:
+    """The measurement of exactly this call, None where there is none."""
     calls = measured_there(request, candidate.layout).calls
     now = {**candidate.settings, "devices": candidate.layout.mesh.n_devices} if calls else {}
     for measured in calls:
         ran = measured.call == call and all(getattr(measured, name) == now[name] for name in MEASURED_SETTINGS)
         if ran and (measured.model, measured.workload) == call_hashes(request, call):
-            return measured.seconds, measured.error
+            return measured
     return None
 
 

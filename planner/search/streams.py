@@ -17,7 +17,7 @@ from realgraph.planner.costs.generate.rollout import Stream, variant_of
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.options.calls import free_seconds
 from realgraph.planner.options.holdings import active_of, candidate_of, group_for, margin_of, resident_on
-from realgraph.planner.options.pricing import Timing, candidate_stream, is_measured, stream_timing
+from realgraph.planner.options.pricing import Timing, candidate_stream, stream_timing
 from realgraph.planner.options.tables import device_bytes
 from realgraph.planner.plan.events import (
     Dependency,
@@ -69,14 +69,11 @@ def streams(request: PlanRequest) -> bool:
 def steady_state(request: PlanRequest, plan: Plan) -> Plan:
     """The plan with the seconds and the latency that its stream of generation finds, and the period that follows.
 
-    As it is where nothing streams, where the call itself was measured, and where no stream keeps to the staleness and
-    the order of calls: generation then takes turns with them, as the search has it.
+    As it is where nothing streams, and where no stream keeps to the staleness and the order of calls: generation then
+    takes turns with them, as the search has it.
     """
     call = next((name for name in request.graph.generates if name in plan.allocations), "")
     if not call or plan.staleness < 1:
-        return plan
-    candidate = candidate_of(request, plan.allocations, call)
-    if is_measured(request, call, candidate):
         return plan
     begun = _labelled(plan, call, -plan.allocations[call].ahead)
     flow = _flow(request, begun, call)

@@ -17,14 +17,17 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError
+from realgraph.graphs.graph import Graph
 from realgraph.planner.costs.calibrate.calibrate import merge, phase_factors
 from realgraph.planner.costs.lengths import quantiles
 from realgraph.planner.options.calls import phase_of, setting_of, setting_seconds
 from realgraph.planner.options.holdings import candidate_of
 from realgraph.planner.options.pricing import MEASURED_SETTINGS
+from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.plan import Plan, reallocation_node
 from realgraph.planner.request.cost_table import CostTable, MeasuredCall, Phase, PhaseFactor, costs_to_json, load_costs
 from realgraph.planner.request.request import PlanRequest, call_hashes, hashes, kept_by
+from realgraph.planner.search.assembly import repriced
 from realgraph.runtime.job.run_folder import write_atomic
 from realgraph.runtime.master.observer import (
     CheckpointRecord,
@@ -43,6 +46,7 @@ WARM_UP_STEPS = 2  # left out, where more than twice as many follow; else all bu
 MOST_STEPS = 512  # of one start of a run that are kept: more would say the same of its costs
 NORMAL_DEVIATION_RATIO = 1.4826  # standard deviation over median absolute deviation, of a normal distribution
 N_LENGTH_QUANTILES = 128  # quantiles kept
+STREAM_FITS = 4  # until what is in flight and what generation takes agree
 
 T = TypeVar("T")
 
@@ -84,24 +88,66 @@ class SomeSteps:
         return (*self._first, *self._others)
 
 
-class TimeBeside:
-    """The seconds of each step in which nothing ran on a device: no call, no evaluation, no saving."""
+class StepTimes:
+    """The seconds of each step beside those of its calls, and those in which others were trained.
+
+    Of an asynchronous run the devices that train are looked at: where a step's samples were there before they were
+    needed, by what is left of its seconds, and otherwise by how long they took to generate.
+    """
 
     def __init__(self, planned: Planned) -> None:
         self._elsewhere = planned.request.graph.calls.keys() - planned.plan.allocations.keys()
+        self._trainer = _trainer(planned) if planned.request.workload.staleness else None
+        self._first = _first_to_read(planned.request.graph) if self._trainer else ()
         self._spans: list[tuple[float, float]] = []
-        self.seconds: deque[float] = deque(maxlen=MOST_STEPS)
+        self._beside: deque[float] = deque(maxlen=MOST_STEPS)
+        self._waited: deque[float] = deque(maxlen=MOST_STEPS)  # whole steps
 
     def ran(self, span: Span) -> None:
         """Something of the present step."""
-        if span.call not in self._elsewhere:
+        if span.call not in self._elsewhere and (self._trainer is None or span.worker in self._trainer.devices):
             self._spans.append((span.started, span.ended))
 
     def ended(self, record: StepRecord) -> None:
         """The present step is over."""
-        if self._spans:
-            self.seconds.append(max(0.0, record.seconds - covered(self._spans)))
+        beside = max(0.0, record.seconds - covered(self._spans))
+        if self._spans and all(record.metrics.get(f"{call}/queue_seconds", 0.0) >= beside for call in self._first):
+            self._beside.append(beside)
+        elif self._spans:
+            self._waited.append(record.seconds)
         self._spans.clear()
+
+    @property
+    def beside(self) -> Sequence[float]:
+        """Seconds of steps in which nothing ran on a device: no call, no evaluation, no saving."""
+        return () if self.stream else tuple(self._beside)
+
+    @property
+    def stream(self) -> Sequence[float]:
+        """Seconds in which the samples of a step were generated; none where training decided how long most took."""
+        return tuple(self._waited) if len(self._waited) > len(self._beside) else ()
+
+
+def _trainer(planned: Planned) -> DeviceMesh | None:
+    """The devices of all calls that don't generate; None where these differ, or generate too."""
+    generates, allocations = planned.request.graph.generates, planned.plan.allocations
+    meshes = {one.layout.mesh for name, one in allocations.items() if name not in generates}
+    trainer = meshes.pop() if len(meshes) == 1 else None
+    beside = (allocations[name].layout.mesh for name in generates)
+    return None if trainer is None or any(trainer.overlaps(mesh) for mesh in beside) else trainer
+
+
+def _first_to_read(graph: Graph) -> tuple[str, ...]:
+    """The calls of models, beside those that generate, that wait for no other such call of their step."""
+    computes = [name for name in graph.mesh_calls if name not in graph.generates]
+    after = set(computes)  # and all that waits for one
+    first = []
+    for name in graph.calls:
+        if not after.isdisjoint(graph.producers(name)):
+            after.add(name)
+        elif name in computes:
+            first.append(name)
+    return tuple(first)
 
 
 class CostsFile:
@@ -112,7 +158,7 @@ class CostsFile:
 
     def __init__(self, planned: Planned, path: Path) -> None:
         self._planned, self._path = planned, path
-        self._steps, self._beside = SomeSteps(), TimeBeside(planned)
+        self._steps, self._times = SomeSteps(), StepTimes(planned)
         self._before: CostTable | None = None
 
     def observe(self, record: RunRecord) -> None:
@@ -120,13 +166,14 @@ class CostsFile:
             case RunStarted(first_step=first) if first and self._path.is_file():
                 self._before = _readable(self._path)
             case Span():
-                self._beside.ran(record)
+                self._times.ran(record)
             case StepRecord():
                 self._steps.add(record)
-                self._beside.ended(record)
+                self._times.ended(record)
             case RunEnded():
-                table = costs_of(self._planned, self._steps.records, datetime.now(UTC), self._steps.every)
-                beside = step_end_seconds(self._planned, tuple(self._beside.seconds))
+                now, times = datetime.now(UTC), self._times
+                table = costs_of(self._planned, self._steps.records, now, self._steps.every, times.stream)
+                beside = step_end_seconds(self._planned, times.beside)
                 self._write(table and replace(table, step_end_seconds=beside))
             case RunStarted() | EvalRecord() | Transcript() | CheckpointRecord() | Note():
                 pass
@@ -150,8 +197,13 @@ def _readable(path: Path) -> CostTable | None:
         return None
 
 
-def costs_of(planned: Planned, steps: Sequence[StepRecord], now: datetime, every: int = 1) -> CostTable | None:
-    """The table of a run's steps, each of which stands for `every`; None where it has no step after its first."""
+def costs_of(
+    planned: Planned, steps: Sequence[StepRecord], now: datetime, every: int = 1, stream: Sequence[float] = ()
+) -> CostTable | None:
+    """The table of a run's steps, each of which stands for `every`; None where it has no step after its first.
+
+    stream: seconds in which the samples of a step were generated while others were trained.
+    """
     kept = steady(steps)
     if not kept:
         return None
@@ -160,6 +212,7 @@ def costs_of(planned: Planned, steps: Sequence[StepRecord], now: datetime, every
     calls = tuple(call for name in planned.plan.allocations for call in _measured(real, name, kept))
     calls += _reallocated(real, kept)
     calls = tuple(replace(call, count=call.count * every) for call in calls)
+    calls += _streamed(real, calls, stream)
     return CostTable(
         kind=request.cluster.kind,
         name=planned.name,
@@ -175,8 +228,10 @@ def step_end_seconds(planned: Planned, beside: Sequence[float]) -> float | None:
     """The seconds that a step takes beside its calls, and beside what the plan knows of when none of them runs; None
     where that is not known. beside: as measured, of each step."""
     plan, kept = planned.plan, steady(beside)
-    if not kept or planned.request.workload.staleness or not plan.allocations.keys() <= plan.starts.keys():
+    if not kept or not plan.allocations.keys() <= plan.starts.keys():
         return None
+    if planned.request.workload.staleness:  # the devices that train have no idle time but that in which they wait
+        return statistics.median(kept) if _trainer(planned) else None
     planned_spans = [
         (plan.starts[name], plan.starts[name] + one.seconds - one.step_end_seconds)
         for name, one in plan.allocations.items()
@@ -225,13 +280,27 @@ def _measured(planned: Planned, name: str, steps: Sequence[StepRecord]) -> tuple
     request, allocation = planned.request, planned.plan.allocations[name]
     phase, seconds = phase_of(request.graph.calls[name]), _seconds(name, steps)
     beside = request.workload.staleness > 0 or len(request.graph.generates) > 1
-    streams = phase == "generate" and beside
-    if not seconds or streams:
+    if not seconds or (phase == "generate" and beside):
         return ()
     setting = setting_of(request, name, allocation.layout, request.cluster, request.costs.factors)
     candidate = candidate_of(request, planned.plan.allocations, name)
     predicted = setting_seconds(request, name, setting, candidate)
     return (_entry(planned, name, phase, seconds, predicted),)
+
+
+def _streamed(planned: Planned, others: tuple[MeasuredCall, ...], seconds: Sequence[float]) -> tuple[MeasuredCall, ...]:
+    """Measurements of generation beside training. Formulas say how long it takes by what is in flight, which a plan
+    chooses by all that it knows: the prediction is the one with which these costs give the plan what was measured."""
+    generates = planned.request.graph.generates
+    if not (seconds := steady(seconds)) or len(generates) != 1:
+        return ()
+    measured = predicted = statistics.median(seconds)
+    for _ in range(STREAM_FITS):
+        entry = _entry(planned, generates[0], "generate", seconds, predicted)
+        costs = replace(planned.request.costs, phases={}, calls=(*others, entry))
+        plan = repriced(replace(planned.request, costs=costs), planned.plan)
+        predicted *= plan.allocations[generates[0]].seconds / measured
+    return (_entry(planned, generates[0], "generate", seconds, predicted),)
 
 
 def _reallocated(planned: Planned, steps: Sequence[StepRecord]) -> tuple[MeasuredCall, ...]:
