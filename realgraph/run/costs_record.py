@@ -89,7 +89,7 @@ class SomeSteps:
 
 
 class StepTimes:
-    """The seconds of each step beside those of its calls, and those in which others were trained.
+    """The seconds of each step in which no call ran, or in which its samples were generated while others were trained.
 
     Of an asynchronous run the devices that train are looked at: where a step's samples were there before they were
     needed, by what is left of its seconds, and otherwise by how long they took to generate.
