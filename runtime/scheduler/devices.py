@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from realgraph.planner.plan.plan import REALLOCATION, Turn, reallocation_node
+from realgraph.planner.plan.plan import Turn, reallocation_node
 from realgraph.runtime.commands.actions import Action, Checkpointed, Send
 from realgraph.runtime.commands.loads import Admission
 from realgraph.runtime.commands.tasks import Task
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.collection import Collection
-from realgraph.runtime.scheduler.meshes.turns import LaneImage, NextTurn, Turns
+from realgraph.runtime.scheduler.meshes.turns import LaneImage, NextTurn, Turns, comes_next
 from realgraph.runtime.scheduler.meshes.weights import EngineWeights, EngineWeightsImage, WeightMove
 from realgraph.runtime.scheduler.program import CallPlan, Program
 from realgraph.runtime.scheduler.steps import OpenSteps
@@ -70,7 +70,7 @@ class Devices:
         call = self._program.calls[name]
         if call.kind == "generate" and self._streams:
             return False
-        return not call.dropped or all(_comes_next(name, orders.get(device, ())) for device in call.workers)
+        return not call.dropped or all(comes_next(name, orders.get(device, ())) for device in call.workers)
 
     def _followed(self, order: Sequence[Turn]) -> tuple[Turn, ...]:
         """Without the turns of reallocations that keep to none: an open session gets new weights as soon as it can."""
@@ -388,13 +388,3 @@ class Devices:
                 self.turns.hold(lanes, task.number)
                 actions += commands
         return actions if moved else None
-
-
-def _comes_next(name: str, order: Sequence[Turn]) -> bool:
-    """True where in a device's round `name` follows the reallocation to it, but for other reallocations."""
-    turns = [turn.call for turn in order]
-    if reallocation_node(name) not in turns:
-        return False
-    first = turns.index(reallocation_node(name))
-    later = [call for call in (*turns[first:], *turns[:first]) if not call.startswith(REALLOCATION)]
-    return later[0] == name

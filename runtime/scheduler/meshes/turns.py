@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
-from realgraph.planner.plan.plan import Turn, reallocation_node
+from realgraph.planner.plan.plan import REALLOCATION, Turn, reallocation_node
 
 
 class NextTurn(Struct, frozen=True):
@@ -196,3 +196,13 @@ class Turns:
         for lane in self.lanes:
             if lane.task == task:
                 lane.task = None
+
+
+def comes_next(name: str, order: Sequence[Turn]) -> bool:
+    """True where in a device's round `name` follows the reallocation to it, but for other reallocations."""
+    turns = [turn.call for turn in order]
+    if reallocation_node(name) not in turns:
+        return False
+    first = turns.index(reallocation_node(name))
+    later = [call for call in (*turns[first:], *turns[:first]) if not call.startswith(REALLOCATION)]
+    return later[0] == name
