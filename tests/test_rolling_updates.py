@@ -79,6 +79,22 @@ def test_training_goes_on_while_an_engine_is_slow() -> None:
     assert n_trained >= 30
 
 
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_step_is_trained_to_its_end_while_an_engine_takes_the_weights_between(staleness: int) -> None:
+    """Of two train calls a step, the second needs nothing of engines that copy what the first has made."""
+    n_between = 0
+    for seed in range(6):
+        shape = Shape(again=True, n_workers=4, split=True, groups=6, staleness=staleness, steps=8, seed=seed)
+        simulator = SlowEngine(shape, random.Random(seed))
+        halt = simulator.run()
+        assert halt is not None and halt.error is None
+        told = [command for _, command in simulator.meanwhile]
+        between = {one.version for one in told if isinstance(one, Reallocate) and one.version % 2}
+        assert between <= {one.version for one in told if isinstance(one, Execute) and one.call == "train_again"}
+        n_between += len(between)
+    assert n_between
+
+
 class OneByOne(Simulator):
     """Engines that take their new weights one soon after another; groups take longer."""
 

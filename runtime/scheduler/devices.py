@@ -162,9 +162,11 @@ class Devices:
             return True
         return call in self.copies and bool(self._receivers(call))
 
+    def _newest(self, name: str) -> int:
+        return self.versions[self._program.calls[name].role]
+
     def _receivers(self, name: str) -> tuple[int, ...]:
-        call = self._program.calls[name]
-        return self.engines.receivers(name, call.workers, self.copies[name], self.versions[call.role])
+        return self.engines.receivers(name, self._program.calls[name].workers, self.copies[name], self._newest(name))
 
     def draining(self, barrier: int, target: int) -> list[str]:
         """The generate calls of which no sample may begin before new weights have come that wait for those under
@@ -352,7 +354,8 @@ class Devices:
     def take_turns(self, barrier: int, target: int, now: float) -> list[Action] | None:
         """Start reallocations first, then the calls that are next on all their devices; None where nothing moved.
 
-        What waits for a reallocation has its meshes to itself from now on, so that other calls never starve it.
+        What waits for a reallocation has its meshes to itself from now on, so that other calls never starve it. While
+        one is under way, training goes on, and a stream's session opens for engines that have its weights already.
         """
         heads = self.turns.next(barrier, target)
         if self._skip_made(heads):
@@ -362,21 +365,24 @@ class Devices:
         if actions is not None:
             return actions
         heads = [head for head in heads if head.call not in self._moves and self._may_run(head)]
-        wanted = [head.call for head in heads if self.behind(head.call)]
         names = [*self.sessions, *([self._program.generate] if self.engines.newcomers else ())]
-        wanted = [name for name in dict.fromkeys(names) if self.behind(name)] + wanted
+        names += [head.call for head in heads]
+        wanted = [name for name in dict.fromkeys(names) if self.behind(name)]
+        coming = {name for name in wanted if self.engines.brings(name, self._newest(name))}
         actions, moved = [], False
         reserved: set[int] = set()
         for name in wanted:
-            commands = self.reallocate(name, now)
-            if commands is None and not self._busy(name):
-                reserved.update(id(lane) for lane in self.turns.of(name, self._program.calls[name].trainer))
-            elif commands is not None:
+            commands = self.reallocate(name, now) if name not in coming else None
+            if commands is not None:
                 actions += commands
                 moved = True
+            elif name not in coming and not self._busy(name):
+                reserved.update(id(lane) for lane in self.turns.of(name, self._program.calls[name].trainer))
         for head in heads:
             lanes = self.turns.of(head.call)
-            if self.behind(head.call) or not self.turns.idle(lanes) or any(id(lane) in reserved for lane in lanes):
+            opens = head.call == self._program.generate and self._streams and head.call in coming - self.dropped
+            held = self.behind(head.call) or not self.turns.idle(lanes) or any(id(lane) in reserved for lane in lanes)
+            if held and not opens:
                 continue
             moved = True
             if head.call in self._program.generates:

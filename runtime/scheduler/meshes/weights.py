@@ -112,6 +112,10 @@ class EngineWeights:
         """True where all engines have the same weights, and no new ones are on their way."""
         return not self.late and not any(move.call == self._call for move in self.moving.values())
 
+    def brings(self, call: str, version: int) -> bool:
+        """True where weights of `version` are on their way to the copy of `call`."""
+        return any((move.call, move.version) == (call, version) for move in self.moving.values())
+
     def receivers(self, call: str, workers: tuple[int, ...], held: int, newest: int) -> tuple[int, ...]:
         """Those of the workers of `call` whose copy is older than `newest`, but for engines that keep theirs. held: by
         all engines but those that are late."""
