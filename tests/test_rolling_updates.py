@@ -81,7 +81,7 @@ def test_training_goes_on_while_an_engine_is_slow() -> None:
 
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_a_step_is_trained_to_its_end_while_an_engine_takes_the_weights_between(staleness: int) -> None:
-    """Of two train calls a step, the second needs nothing of engines that copy what the first has made."""
+    """The second of two train calls needs nothing of engines that copy what the first has made."""
     n_between = 0
     for seed in range(6):
         shape = Shape(again=True, n_workers=4, split=True, groups=6, staleness=staleness, steps=8, seed=seed)

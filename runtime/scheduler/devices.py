@@ -380,7 +380,7 @@ class Devices:
                 reserved.update(id(lane) for lane in self.turns.of(name, self._program.calls[name].trainer))
         for head in heads:
             lanes = self.turns.of(head.call)
-            opens = head.call == self._program.generate and self._streams and head.call in coming - self.dropped
+            opens = self._staleness > 0 and head.call in coming - self.dropped and head.call == self._program.generate
             held = self.behind(head.call) or not self.turns.idle(lanes) or any(id(lane) in reserved for lane in lanes)
             if held and not opens:
                 continue
