@@ -44,7 +44,7 @@ def no_calls(draft: Draft, facts: Facts) -> Iterator[Problem]:
 
 
 def key_type_text(draft: Draft, facts: Facts) -> Iterator[Problem]:
-    """Types in `inputs` and in a function's `writes` are `<level> <dtype>`, of levels that the writer can fill."""
+    """Types in `inputs` and in a function's `writes` are `<level> <dtype>`."""
     yield from _type_texts(draft, "$.inputs", draft.spec.inputs)
     for name, call in draft.of(Function):
         yield from _type_texts(draft, f"$.calls.{name}.writes", call.writes)
@@ -54,13 +54,9 @@ def _type_texts(draft: Draft, parent: str, texts: dict[str, str]) -> Iterator[Pr
     for key, text in texts.items():
         path = f"{parent}.{key}"
         try:
-            level = parse_key_type(text).level
+            parse_key_type(text)
         except ValueError as error:
             yield draft.problem(path, str(error), _type_hint(text))
-            continue
-        if level == "step":
-            hint = "use group, sample or token"
-            yield draft.problem(path, f"{key!r} has the level step, which neither data nor functions can fill", hint)
 
 
 def _type_hint(text: str) -> str:
@@ -147,7 +143,7 @@ def key_type(draft: Draft, facts: Facts) -> Iterator[Problem]:
         for read in reads:
             writes = draft.writes.get(read.key, ())
             key_type = writes[0].type if writes else None
-            if key_type is not None and key_type.level != "step" and not read.requires.accepts(key_type):
+            if key_type is not None and not read.requires.accepts(key_type):
                 text = f"{read.key!r} is {key_type}, but {read.by} needs {read.requires}"
                 by = writes[0].call
                 hint = f"its type is given at {writes[0].path}" if by == INPUT else f"it is written by the call {by!r}"

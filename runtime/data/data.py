@@ -179,7 +179,7 @@ class DataSet:
     def _check(self) -> None:
         for name, key in self._inputs.items():
             made = (self._from_data and name in (TOKENS, MASK)) or name in OF_DATA
-            if key.level == "step" or (key.level != "group" and not self._from_data):
+            if key.level != "group" and not self._from_data:
                 raise problem(Where(path=f"$.inputs.{name}"), f"data can't give a key of the type {key}")
             if not made and not self._has(name):
                 hint = suggest(self._column(name), self.columns) + f"; map it: data.columns.{name}"
