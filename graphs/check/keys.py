@@ -149,7 +149,7 @@ def key_type(draft: Draft, facts: Facts) -> Iterator[Problem]:
 
 
 def _origin(draft: Draft, write: Write) -> str:
-    """The origin of a type in words, and of a generate call's one sample a group how there is one for each of its samples."""
+    """The origin of a type, in words; where it is one sample a group, how there is one for each of its samples."""
     if write.call == INPUT:
         return f"its type is given at {write.path}"
     call, hint = draft.spec.calls[write.call], f"it is written by the call {write.call!r}"
