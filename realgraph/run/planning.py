@@ -33,6 +33,7 @@ from realgraph.run_file.local_data import first_rows
 from realgraph.runtime.clusters.machines import Machine, machines_of
 from realgraph.runtime.clusters.ray_cluster import RayCluster
 from realgraph.runtime.clusters.slurm import the_allocation
+from realgraph.runtime.data.columns import column_names, value_at
 from realgraph.runtime.data.row_files import data_files
 from realgraph.runtime.job.launch import HostsLaunch, LaunchSpec, LocalLaunch, RayLaunch, SlurmLaunch
 from realgraph.runtime.job.rollout import RolloutSpec, argument_name
@@ -160,7 +161,8 @@ def _mean_prompt_tokens(checked: Checked, models: dict[str, ModelSpec], longest:
     """A guess from the characters of the first rows of local JSON lines or CSV; else, a quarter of the longest."""
     column, files = checked.run.data.columns.get("prompt", "prompt"), data_files(checked.run.data)
     rows = first_rows(files[0], TRIED_ROWS, checked.where("$.data.path")) if files else ()
-    lengths = [min(longest, characters) for row in rows for characters in _characters(row.get(column))]
+    values = [value_at(row, column) for row in rows if column in column_names(row)]
+    lengths = [min(longest, characters) for value in values for characters in _characters(value)]
     if not lengths:
         return max(1.0, longest / 4)
     smallest = min((model.vocab for model in models.values()), default=SMALL_VOCABULARY)
