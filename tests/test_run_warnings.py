@@ -7,14 +7,14 @@ import pytest
 from realgraph.run_file import run_warnings
 from realgraph.run_file.compose import check_run
 from realgraph.run_file.resolved import resolved_text
-from tests.run_texts import place
+from tests.run_texts import place, refused
 
 __all__ = ["place"]
 
 GREEDY = "calls.greedy={kind: generate, model: actor, temperature: 0}"
 SEVERAL = [GREEDY, "calls.reward.reads={text: rollout.text, answer: answer}", "calls.train.samples=rollout"]
 LOSSES = ["rollout.min_engines=2", "rollout.replacements=1"]
-SFT = ["graph=sft", "calls=null", "data.columns={prompt: question, response: answer}", "params=null", "eval=null"]
+SFT = ["graph=sft", "calls=null", "data.columns={prompt: question, response: answer}", "params=null"]
 CASES: dict[str, tuple[list[str], list[str]]] = {
     "nothing": (["staleness=1", "overdue=drop", "rollout.interrupt=wait", *LOSSES], []),
     "engines may be lost": (["staleness=1", *LOSSES], []),
@@ -60,6 +60,14 @@ def test_a_parameter_that_a_call_of_the_run_file_replaces_is_named(place: Path) 
     assert check_run(place / "run.yaml", ["calls.train.lr=1e-5", "params.lr=1e-5"]).warnings == ()
 
 
+def test_a_parameter_whose_place_is_gone_is_named(place: Path) -> None:
+    clip = "calls.train.loss.terms.policy.clip={kind: none}"
+    assert check_run(place / "run.yaml", [clip]).warnings == ()
+    (warning,) = check_run(place / "run.yaml", [clip, "params.clip_low=0.1"]).warnings
+    assert (warning.where.path, warning.rule) == ("$.params.clip_low", "without_effect")
+    assert "calls.train.loss.terms.policy.clip.low, which refers to it in the graph, is left out" in warning.text
+
+
 def test_parameters_of_a_resolved_run_file_are_no_way_to_change_it(place: Path) -> None:
     """There the values stand in the calls: to run it again is no mistake, to change its parameters is."""
     file = place / "config.yaml"
@@ -87,3 +95,15 @@ def test_trackers_that_are_not_installed_are_named_with_what_installs_them(
     monkeypatch.undo()
     monkeypatch.syspath_prepend(tmp_path)
     assert check_run(place / "run.yaml", asked[:1]).warnings == ()
+
+
+def test_held_out_data_are_not_trained_on(place: Path) -> None:
+    held_out = "eval: {every: 2, data: {path: data/train.jsonl, truncated: mask}}\n"
+    (place / "run.yaml").write_text((place / "run.yaml").read_text() + held_out)
+    (warning,) = check_run(place / "run.yaml").warnings
+    assert warning.where.path == "$.eval.data.truncated" and warning.where.line > 0
+
+
+def test_an_evaluation_without_a_function_that_scores_is_one_mistake(place: Path) -> None:
+    (problem,) = refused(place, *SFT, "eval={every: 2}")
+    assert problem.where.path == "$.eval" and problem.hint.startswith("leave eval out")

@@ -44,21 +44,26 @@ def run_warnings(run: RunSpec, graph: Graph) -> Iterator[Mistake]:
 
 
 def unread_params(graph: Document, resolved: Resolved) -> Iterator[Mistake]:
-    """Parameters to which no value refers any more: others were written in the places of all references to them."""
+    """Parameters to which no value refers any more: all places of references to them have other values, or are gone."""
     kept = {name for _, value in walk(resolved.written.tree, "$") if isinstance(value, str) for name in _names(value)}
-    final, replaced = dict(walk(resolved.document.tree, "$")), dict[str, list[str]]()
-    for path, value in walk(graph.tree, "$"):
+    defaults, final = dict(walk(graph.tree, "$")), dict(walk(resolved.document.tree, "$"))
+    referring = dict[str, list[str]]()
+    for path, value in defaults.items():
         for name in _names(value) if isinstance(value, str) else ():
-            replaced.setdefault(name, []).append(path)
-    for name, paths in replaced.items():
-        param = f"$.params.{name}"
-        asked = resolved.document.where(param) != graph.where(param)  # else it is the graph's default
-        other = next((path for path in paths if path in final and final[path] != final.get(param)), "")
-        if asked and other and name not in kept:
+            referring.setdefault(name, []).append(path)
+    for name, paths in referring.items():
+        param, left = f"$.params.{name}", [path for path in paths if path in final]
+        if name in kept or resolved.document.where(param) == graph.where(param):  # the graph's own default
+            continue
+        other = next((path for path in left if final[path] != final.get(param)), "")
+        if other:
             value, place = final[other], resolved.document.where(other)
             where = f"{place.file}:{place.line}" if place.line else place.file
             text = f"nothing follows it: {other[2:]} is {value} ({where}), in the place of ${{params.{name}}}"
             yield param, text, f"change {other[2:]} instead, or leave it out there"
+        elif not left and final.get(param) != defaults.get(param):
+            text = f"nothing follows it: {paths[0][2:]}, which refers to it in the graph, is left out"
+            yield param, text, "leave it out, too"
 
 
 def _names(value: str) -> list[str]:
@@ -101,6 +106,9 @@ def _data(run: RunSpec) -> Iterator[Mistake]:
     for path, data in (("$.data", run.data), *held_out):
         if data.subset is not None and files_at(data.path):
             yield f"{path}.subset", "a subset is of a data set of the Hub, and the data are local files", "leave it out"
+    for path, data in held_out:
+        if data.truncated != "keep":
+            yield f"{path}.truncated", "nothing is trained on held-out data", "leave it out"
 
 
 def _outputs(run: RunSpec, graph: Graph) -> Iterator[Mistake]:
