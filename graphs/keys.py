@@ -5,10 +5,10 @@ from typing import Literal
 
 from msgspec import Struct
 
-Level = Literal["step", "group", "sample", "token"]
+Level = Literal["group", "sample", "token"]
 DType = Literal["bool", "int32", "int64", "float32", "float64", "tokens", "text", "json", "experts"]
 
-LEVELS: tuple[Level, ...] = ("step", "group", "sample", "token")
+LEVELS: tuple[Level, ...] = ("group", "sample", "token")
 # those that data and functions may have
 DTYPES: tuple[DType, ...] = ("bool", "int32", "int64", "float32", "float64", "tokens", "text", "json")
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
@@ -30,7 +30,7 @@ class LogprobSemantics(Struct, frozen=True):
 
 
 class KeyType(Struct, frozen=True):
-    """One value a step, a group, a sample or a token. `tokens`, `text` and `json` are ragged: one value is one item.
+    """One value a group, a sample or a token. `tokens`, `text` and `json` are ragged: one value is one item.
     `experts` is of a token: the numbers of those that it went to, [layers of experts, experts a token]."""
 
     level: Level

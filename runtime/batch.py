@@ -12,7 +12,7 @@ class Packed:
     """N samples laid end to end in T tokens.
 
     tokens: [T] int64. lengths: N ints that sum to T. mask: [T] bool, true where the policy sampled (or SFT trains).
-    token_keys: name -> [T]; sample_keys: name -> [N] (group and step keys are repeated per sample). samples: N ids;
+    token_keys: name -> [T]; sample_keys: name -> [N] (group keys are repeated per sample). samples: N ids;
     groups: N ints, samples with equal numbers are one prompt group. engines: the workers that generated the N samples.
     Entry t of a token key is about token t given the tokens of its sample before it; entry 0 of a sample is 0 for
     log-probabilities. Of samples, groups and engines there may be none.

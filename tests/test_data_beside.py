@@ -69,6 +69,7 @@ def test_a_call_trains_on_the_data_beside_samples_as_it_does_alone(home: Path, l
     )
     assert expected[2]["train/loss"] < expected[0]["train/loss"]
     assert found[0]["reward/reward"] == 1.0
+    assert found[0]["batch/trained_tokens"] == found[0]["train/n_tokens"] + found[0]["sft/n_tokens"]
     assert judge_run(home / name).problems == ()
 
 

@@ -63,7 +63,7 @@ def test_values_come_back_in_order_with_arguments(host: FunctionHost) -> None:
         ("nan", "returned nan for 'reward'; expected a finite number"),
         ("words", "returned 'good' for 'reward'; expected a finite number"),
         ("huge", "returned 70 MiB, more than the 64 MiB allowed"),
-        ("object", "a object is no number, text, list or mapping"),
+        ("object", "returned a value of the type object, which is none of: bool, int"),
         ("hang", "took more than 0.4 s"),
         ("sleep", "took more than 0.4 s"),
         ("close", "closed the socket that carries its answers, and was killed"),

@@ -141,11 +141,11 @@ def test_a_debate_trains_both_actors_alike_wherever_they_lie(home: Path) -> None
     others = {call: {"first": 1, "devices": 1} for call in ("second", "con_train")}
     one = debate_of(home, "debate", {"cluster": {"devices": 1}})
     apart = debate_of(home, "debate-apart", {"allocation": own | others})
-    corrected = {"loss": {"terms": {"policy": {"off_policy": {"kind": "decoupled"}}}}}
-    late = {"staleness": 1, "overdue": "drop", "calls": {f"{role}_train": corrected for role in DEBATERS}}
+    late = {"staleness": 1, "overdue": "drop"}
     stale = debate_of(home, "debate-stale", {"allocation": own | others}, late)
     assert [*one] == [*apart] == [*stale] == [0, 1, 2]
     for step, metrics in one.items():
+        assert metrics["batch/trained_tokens"] == sum(metrics[f"{role}_train/n_tokens"] for role in DEBATERS)
         for role in DEBATERS:
             assert metrics[f"{role}_train/grad_norm"] > 0
             for name in (f"{role}_reward/{role}_reward", f"{role}_train/loss", f"{role}_train/grad_norm"):
@@ -169,7 +169,7 @@ def test_a_greedy_baseline_is_the_reward_of_the_greedy_response(home: Path) -> N
     }
     assert tokens["rollout"] == metrics["batch/new_tokens"] == 16 * metrics["rollout/new_tokens"]
     assert tokens["greedy"] == 8 * metrics["greedy/new_tokens"]
-    assert tokens["ref_logp"] == tokens["train"] == metrics["batch/tokens"]
+    assert tokens["ref_logp"] == tokens["train"] == metrics["batch/tokens"] == metrics["batch/trained_tokens"]
 
 
 TUTOR = """

@@ -12,6 +12,7 @@ from realgraph.planner.feasibility.diagnose import infeasible
 from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.options.choices import candidates
+from realgraph.planner.options.constraints import constraint_problems
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.plan.problem import Limits
@@ -149,6 +150,17 @@ def test_a_wrong_constraint_is_refused_at_its_place(changed: dict[str, object], 
         search(replace(PPO, **changed), QUICK)
     assert not isinstance(caught.value, Infeasible)
     assert any(p.where.path.startswith(path) and says in str(p) for p in caught.value.problems), caught.value
+
+
+def test_ranks_that_leave_devices_of_their_mesh_idle_are_one_error_with_the_product_and_the_fix() -> None:
+    asked = request(grpo(), "Qwen/Qwen3-0.6B", cluster("cpu", 4), pins={"train": Pin(dp=2, devices=4)})
+    (problem,) = constraint_problems(asked)
+    assert problem.where.path == "$.allocation.train.dp"
+    assert problem.text == "dp is 2, the mesh has 4 devices: dp x tp x pp x cp must be 4"
+    assert problem.hint.startswith("set devices to 2, leave dp out, or give another axis the factor of 2 that is left")
+    for pin in (Pin(dp=2, devices=2), Pin(devices=4), Pin(dp=2, tp=2, devices=4), Pin(dp=4, devices=4)):
+        assert not constraint_problems(replace(asked, pins={"train": pin}))
+    assert not constraint_problems(replace(asked, cluster=cluster("H100-SXM", 4)))  # the search chooses another axis
 
 
 def test_ranks_may_be_pinned_that_fill_a_part_of_the_cluster() -> None:

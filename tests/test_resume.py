@@ -130,8 +130,24 @@ def test_overrides_that_a_resumed_run_could_not_follow_are_refused(whole: Path, 
             prepare_resume(folder, [change])
         assert [problem.where.path for problem in refused.value.problems] == [f"$.{change.partition('=')[0]}"]
     config = folder / "config.yaml"
+    prepare_resume(folder, ["memory.quantile=0.95", "allocation.train_actor={}"])
     config.write_text(config.read_text().replace("quantile: 0.95", "quantile: 0.6"))
-    prepare_resume(folder, ["memory.quantile=0.6"])
+    with pytest.raises(ConfigError, match=r"config\.yaml:\d+: \$\.memory\.quantile: .*keeps its plan(.|\n)*--replan"):
+        prepare_resume(folder, [])
+    prepare_resume(folder, ["memory.quantile=0.95"])
+
+
+def test_pins_written_into_the_run_file_by_hand_are_followed_by_another_plan_alone(whole: Path, tmp_path: Path) -> None:
+    folder = copied(whole.parent, "whole", tmp_path / "run", 4)
+    config = folder / "config.yaml"
+    lines = config.read_text().splitlines()
+    place = next(i for i, line in enumerate(lines) if line.startswith("allocation:"))
+    lines[place] = "allocation: {train_actor: {dp: 1, devices: 1}}"
+    config.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ConfigError, match=rf"config\.yaml:{place + 1}: \$\.allocation\.train_actor\..*keeps its plan"):
+        prepare_resume(folder, [])
+    plan = prepare_resume(folder, [], ResumeOptions(replan=True)).job.plan
+    assert plan.allocations["train_actor"].layout.mesh.n_devices == 1
 
 
 def test_what_can_not_be_resumed_says_why(whole: Path, tmp_path: Path) -> None:

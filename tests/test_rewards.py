@@ -105,7 +105,6 @@ def test_best_and_spread() -> None:
         ("group", {"a": "token float32"}, [[1], [1, 2], []], {"a": [[1.0], [1.0, 2.0], []]}),
         ("batch", {"a": "group bool"}, [True, False], {"a": [True, False]}),
         ("batch", {"a": "group bool"}, [True], "expected a list of 2, one a group"),
-        ("batch", {"a": "step float32"}, 0.5, {"a": 0.5}),
     ],
 )
 def test_what_a_function_returns_is_checked(

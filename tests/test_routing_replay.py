@@ -343,3 +343,20 @@ def test_a_dense_model_has_nothing_to_replay(tmp_path: Path) -> None:
     (problem,) = without_routes(checked, found.models, silent)
     assert problem.text == "other engines do not tell which experts a token went to, so there is nothing to replay"
     assert problem.where.line == 5
+
+
+def test_a_dense_model_has_no_load_to_balance(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n' * 20)
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "graph: grpo\nmodels: {actor: {path: Qwen/Qwen3-0.6B}}\ndata: {path: rows.jsonl}\nbatch: {groups: 8}\n"
+        "cluster: {devices: 8, kind: H100-SXM}\n"
+        "calls: {train: {loss: {terms: {balance: {kind: load_balance, coef: 0.001}}}}}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        request_for(check_run(file))
+    (problem,) = caught.value.problems
+    assert (problem.where.path, problem.where.line) == ("$.calls.train.loss.terms.balance", 6)
+    assert problem.text == "load_balance is for mixtures of experts, and the model of 'actor' is none"
+    file.write_text(file.read_text().replace("Qwen3-0.6B", "Qwen3-30B-A3B"))
+    request_for(check_run(file))

@@ -16,7 +16,7 @@ import pytest
 
 from realgraph.graphs.errors import ConfigError, Where
 from realgraph.graphs.keys import parse_key_type
-from realgraph.run_file.local_data import first_rows, probe_data
+from realgraph.run_file.local_data import LocalData, first_rows, probe_data
 from realgraph.runtime.data import hub
 from realgraph.runtime.data.data import DataSet
 from realgraph.runtime.data.row_files import open_rows
@@ -164,15 +164,78 @@ def test_files_of_two_forms_or_twice_the_same_rows_are_refused(tmp_path: Path) -
         open_rows(DataSpec(str(tmp_path / "b*")))
 
 
-def test_a_byte_order_mark_is_no_part_of_json_and_an_array_gets_the_fix(tmp_path: Path) -> None:
-    marked, array = tmp_path / "a.jsonl", tmp_path / "b.json"
+def test_a_byte_order_mark_is_no_part_of_json(tmp_path: Path) -> None:
+    marked = tmp_path / "a.jsonl"
     marked.write_bytes(b"\xef\xbb\xbf" + ONE_ROW)
     assert row(DataSet(DataSpec(str(marked)), INPUTS, PLAIN), 0).group["answer"] == "2"
     assert probe_data(str(marked), None, AT).columns == ("prompt", "answer")
-    array.write_bytes(b"[\n" + ONE_ROW + b"]")
-    with pytest.raises(ConfigError) as error:
-        DataSet(DataSpec(str(array)), INPUTS, PLAIN)
-    assert "jq -c '.[]'" in str(error.value)
+
+
+ARRAY = (
+    b'\xef\xbb\xbf[\n  {"prompt": "1+1=",\r\n   "answer": "a\\nb"},\n'
+    b'  {"prompt": "2+1=", "answer": "[3]"}, {"prompt":"]","answer":"1"}\n]\n'
+)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz", "a.jsonl"])
+def test_one_array_of_rows_is_read_as_its_rows_are(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    packed(file, ARRAY)
+    data = DataSet(DataSpec(str(file)), INPUTS, PLAIN)
+    assert [row(data, i).group["answer"] for i in range(len(data))] == ["a\nb", "[3]", "1"]
+    assert [data.where(i).line for i in range(3)] == [2, 4, 4]
+    assert probe_data(str(file), None, AT) == LocalData(("prompt", "answer"), 3)
+    assert probe_data(str(file), 2, AT).n_rows == len(DataSet(DataSpec(str(file), limit=2), INPUTS, PLAIN)) == 2
+    assert [one["answer"] for one in first_rows(file, 2, AT)] == ["a\nb", "[3]"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b'[{"prompt": 1},', "begins as a JSON array and is none"),
+        (b"[1]\n[2]", "begins as a JSON array and is none"),
+        (b'[\n{"prompt": "1", "answer": "1"},\n3]', r"a\.json:3.*is not a JSON object"),
+    ],
+)
+def test_an_array_that_is_none_of_rows_is_refused_with_its_line(tmp_path: Path, text: bytes, said: str) -> None:
+    file = tmp_path / "a.json"
+    file.write_bytes(text)
+    with pytest.raises(ConfigError, match=said) as error:
+        DataSet(DataSpec(str(file)), INPUTS, PLAIN).row(1)
+    assert "one array of" in str(error.value)
+
+
+NESTED = {
+    "prompt": [{"role": "user", "content": "1+1="}],
+    "reward_model": {"ground_truth": "2", "style": "rule"},
+    "extra_info": {"index": 7, "of": {"split": "train"}},
+    "a.b": "flat",
+}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_values_of_mappings_are_columns_by_their_path(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    if name == "a.parquet":
+        parquet.write_table(pyarrow.Table.from_pylist([NESTED]), file)
+    else:
+        file.write_text(json.dumps(NESTED))
+    inside = ("reward_model.ground_truth", "reward_model.style", "extra_info.index", "extra_info.of")
+    assert probe_data(str(file), None, AT).columns == (*NESTED, *inside, "extra_info.of.split")
+    columns = {"answer": "reward_model.ground_truth", "split": "extra_info.of.split", "flat": "a.b"}
+    inputs = {**INPUTS, **dict.fromkeys(("split", "flat"), INPUTS["answer"])}
+    data = DataSet(DataSpec(str(file), columns=columns), inputs, make_tokenizer(CHATML))
+    assert {name: row(data, 0).group[name] for name in columns} == {"answer": "2", "split": "train", "flat": "flat"}
+    with pytest.raises(ConfigError, match=r"no column 'reward_model\.truth'(.|\n)*mean 'reward_model\.ground_truth'\?"):
+        DataSet(DataSpec(str(file), columns={"answer": "reward_model.truth"}), INPUTS, make_tokenizer(CHATML))
+
+
+def test_a_row_that_lacks_a_value_of_a_mapping_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "1", "of": {"answer": "1"}}\n{"prompt": "1", "of": null}\n')
+    data = DataSet(DataSpec(str(file), columns={"answer": "of.answer"}), INPUTS, PLAIN)
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2: .*\.of\.answer: this row lacks the column"):
+        data.row(1)
 
 
 def test_the_folder_that_has_the_files_is_named(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.forked import PATIENCE
@@ -277,7 +278,8 @@ def test_eval_scores_a_checkpoint_without_training(home: Path, run: str) -> None
     ("changes", "code", "says"),
     [
         ({"calls": {"reward": {"fn": "absent:score"}}}, 2, r"can't find the module of 'absent:score'"),
-        ({"models": {"actor": {"path": "torn"}}}, 3, r"worker [01]: .*torn"),
+        ({"models": {"actor": {"path": "torn"}}}, 2, r"torn/model\.safetensors is cut short"),
+        ({"models": {"actor": {"path": "lacking"}}}, 3, r"worker [01]: .*lacking"),
         ({"calls": {"train": {"loss": {"terms": {"spoil": {"fn": "rewards:absent"}}}}}}, 2, r"defines no 'absent'"),
         ({"runtime": {"start_seconds": 0.05}}, 3, r"were not started within 0.05 s|not ready within 0.05 s"),
         ({"outputs": {"dir": "/proc/nowhere"}}, 2, r"the run directory /proc/nowhere can't be written to"),
@@ -289,6 +291,9 @@ def test_what_fails_before_the_first_step_is_said_once(
     if not (home / "torn").exists():
         shutil.copytree(home / "model", home / "torn")
         os.truncate(home / "torn/model.safetensors", 20_000)
+        shutil.copytree(home / "model", home / "lacking")
+        tensors = load_file(home / "lacking/model.safetensors")
+        save_file(dict([*tensors.items()][1:]), home / "lacking/model.safetensors")
     held = traces(home)
     name = f"bad-{abs(hash(says))}"
     run = start(home, "run", str(write_run(home, name, GRPO, {"steps": 1}, changes)), name=name)

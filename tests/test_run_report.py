@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realgraph.graphs.errors import ConfigError
-from realgraph.planner.report.format import seconds_text
+from realgraph.planner.report.format import rate_text, seconds_text
 from realgraph.report.command import report_command
 from realgraph.report.curves import MOST_POINTS, curve_svg, curves_of
 from realgraph.report.history import RunHistory, Slice, read_history
@@ -135,6 +135,20 @@ def test_what_is_no_run_is_refused_with_its_place(copy: RunFolder, tmp_path: Pat
         file.write("{}\n")
     with pytest.raises(ConfigError, match=r"metrics\.jsonl:\d+: .*no record of a run"):
         report_command(copy.root)
+
+
+def test_trained_tokens_are_those_of_all_samples_that_are_trained_on(copy: RunFolder, tmp_path: Path) -> None:
+    def doubled(match: re.Match[str]) -> str:
+        return f'"batch/trained_tokens":{2 * float(match[1])}'
+
+    text = copy.metrics.read_text()
+    assert "batch/trained_tokens" in text
+    copy.metrics.write_text(re.sub(r'"batch/trained_tokens":\s*([\d.]+)', doubled, text))
+    steps = records(copy.root)[1:]
+    a_second = sum(step["metrics"]["batch/trained_tokens"] for step in steps) / sum(step["seconds"] for step in steps)
+    assert all(step["metrics"]["batch/trained_tokens"] == 2 * step["metrics"]["batch/tokens"] for step in steps)
+    page_text = report_command(copy.root, tmp_path / "page.html").read_text()
+    assert f"<b>{rate_text(a_second)}</b><span>trained tokens a second" in page_text
 
 
 @given(st.integers(1, 3 * MOST_POINTS), st.floats(-1e9, 1e9), st.booleans())

@@ -108,6 +108,11 @@ def test_a_graph_of_the_documents_compiles_and_passes_a_dry_run(home: Path, name
     assert graph.name == name.removesuffix(".yaml")
 
 
+@pytest.mark.parametrize("name", ["debate.yaml", "demonstrations.yaml"])
+def test_graphs_that_are_said_to_run_ahead_are_no_mistake_there(home: Path, name: str) -> None:
+    assert check_run(write_run(home, name), ["staleness=1"]).run.staleness == 1
+
+
 def test_every_function_of_the_documents_is_used() -> None:
     used = set(re.findall(r'fn: "(\w+):(\w+)"', "".join(SNIPPETS[name] for name in GRAPHS)))
     for name in SNIPPETS:

@@ -36,6 +36,19 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a spare model": ({"models.spare": {"init": "actor"}}, ["unused_model"]),
     "a model that another starts from": ({"models.base": {"path": "b"}, "models.ref.init": "base"}, []),
     "a chain of spares": ({"models.one": {"init": "two"}, "models.two": {"init": "actor"}}, ["unused_model"] * 2),
+    "a last rate without a schedule": ({"calls.train.optimizer.final_lr_fraction": 0.1}, ["unread_setting"]),
+    "a last rate": (
+        {"calls.train.optimizer.final_lr_fraction": 0.1, "calls.train.optimizer.schedule": "cosine"},
+        [],
+    ),
+    "a value for errors that end the run": ({"calls.reward.error_value": 0.5}, ["unread_setting"]),
+    "a value for errors": ({"calls.reward.error_value": 0.5, "calls.reward.on_error": "score"}, []),
+    "states of frozen weights": (
+        {"models.ref.master_dtype": "float64", "models.ref.gradient_checkpointing": True},
+        ["unread_setting"] * 2,
+    ),
+    "states of trained weights": ({"models.actor.master_dtype": "float64"}, []),
+    "a temperature of values": ({"calls.train_critic.temperature": 0.5}, ["unread_setting"]),
     "a spare that is off": ({"models.spare": {"init": "actor", "when": 0.0}}, []),
 }
 

@@ -11,7 +11,7 @@ from realgraph.graphs.errors import Problem, suggest
 from realgraph.graphs.facts import Facts
 from realgraph.graphs.functions import KEEP, KEEP_TYPES
 from realgraph.graphs.graph import INPUT
-from realgraph.graphs.infer import Draft, Read, makes_returns
+from realgraph.graphs.infer import Draft, Read, Write, makes_returns
 from realgraph.graphs.keys import DTYPES, GENERATED, LEVELS, OF_DATA, TOKENS, parse_key_type
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Train
 
@@ -44,7 +44,7 @@ def no_calls(draft: Draft, facts: Facts) -> Iterator[Problem]:
 
 
 def key_type_text(draft: Draft, facts: Facts) -> Iterator[Problem]:
-    """Types in `inputs` and in a function's `writes` are `<level> <dtype>`, of levels that the writer can fill."""
+    """Types in `inputs` and in a function's `writes` are `<level> <dtype>`."""
     yield from _type_texts(draft, "$.inputs", draft.spec.inputs)
     for name, call in draft.of(Function):
         yield from _type_texts(draft, f"$.calls.{name}.writes", call.writes)
@@ -54,13 +54,9 @@ def _type_texts(draft: Draft, parent: str, texts: dict[str, str]) -> Iterator[Pr
     for key, text in texts.items():
         path = f"{parent}.{key}"
         try:
-            level = parse_key_type(text).level
+            parse_key_type(text)
         except ValueError as error:
             yield draft.problem(path, str(error), _type_hint(text))
-            continue
-        if level == "step":
-            hint = "use group, sample or token"
-            yield draft.problem(path, f"{key!r} has the level step, which neither data nor functions can fill", hint)
 
 
 def _type_hint(text: str) -> str:
@@ -147,11 +143,23 @@ def key_type(draft: Draft, facts: Facts) -> Iterator[Problem]:
         for read in reads:
             writes = draft.writes.get(read.key, ())
             key_type = writes[0].type if writes else None
-            if key_type is not None and key_type.level != "step" and not read.requires.accepts(key_type):
+            if key_type is not None and not read.requires.accepts(key_type):
                 text = f"{read.key!r} is {key_type}, but {read.by} needs {read.requires}"
-                by = writes[0].call
-                hint = f"its type is given at {writes[0].path}" if by == INPUT else f"it is written by the call {by!r}"
-                yield draft.problem(read.path, text, hint)
+                yield draft.problem(read.path, text, _origin(draft, writes[0]))
+
+
+def _origin(draft: Draft, write: Write) -> str:
+    """The origin of a type, in words; where it is one sample a group, how there is one for each of its samples."""
+    if write.call == INPUT:
+        return f"its type is given at {write.path}"
+    call, hint = draft.spec.calls[write.call], f"it is written by the call {write.call!r}"
+    if not isinstance(call, Generate) or write.type is None or write.type.level != "group":
+        return hint
+    if any(draft.producer(key) != INPUT for key in call.reads):
+        return f"{hint}, which makes one sample a group: read its text in a function `over: group`"
+    leading, n = draft.leading, draft.samples_per_group
+    several = f"`n: {n}`" if n > 1 else f"the `n` of {leading!r}, and that 2 or more"
+    return f"{hint}, which makes one sample a group: give it {several}, and it makes one beside each of {leading!r}"
 
 
 def key_meaning(draft: Draft, facts: Facts) -> Iterator[Problem]:

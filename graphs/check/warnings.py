@@ -10,7 +10,7 @@ from realgraph.graphs.check.switch import switch_off
 from realgraph.graphs.errors import Problem, Where
 from realgraph.graphs.infer import Draft, infer, step_reads, term_reads
 from realgraph.graphs.maths import KL, NoClip, PolicyGradient
-from realgraph.graphs.spec import Advantage, Generate, GraphSpec, ModelCall, Train, role_of
+from realgraph.graphs.spec import Advantage, Function, Generate, GraphSpec, Inference, ModelCall, Train, role_of
 
 Written = Callable[[str], bool]  # whether a file or the command line gave the value at a YAML path
 Warn = Callable[[Draft, Written], Iterator[Problem]]
@@ -136,10 +136,49 @@ def endless_warmup(draft: Draft, steps: int | None) -> Iterator[Problem]:
             yield draft.problem(f"$.calls.{name}.optimizer.warmup_steps", text, hint)
 
 
+def unread_setting(draft: Draft, written: Written) -> Iterator[Problem]:
+    """A value beside another one under which nothing reads it."""
+    for name, role in draft.spec.models.items():
+        if role.gradient_checkpointing and not role.trainable:
+            text = f"{name!r} is not trained, so there are no activations to compute again"
+            yield draft.problem(f"$.models.{name}.gradient_checkpointing", text, "leave it out")
+        if role.master_dtype is not None and not role.trainable and role.ema_rate is None:
+            text = f"{name!r} is not trained, so it has no optimizer with a copy of its own"
+            yield draft.problem(f"$.models.{name}.master_dtype", text, "leave it out, or set dtype")
+    for name, call in draft.spec.calls.items():
+        for field, text, hint in _unread_of(call, draft):
+            yield draft.problem(f"$.calls.{name}.{field}", text, hint)
+
+
+def _unread_of(call: ModelCall, draft: Draft) -> Iterator[tuple[str, str, str]]:
+    """Field, text and hint of each."""
+    match call:
+        case Function(on_error="fail") if call.error_value != 0:
+            text = "an exception ends the run (on_error: fail), so no sample gets the error_value"
+            yield "error_value", text, "set `on_error: score`, or leave it out"
+        case Generate(temperature=0):
+            for field in ("top_p", "top_k"):
+                if getattr(call, field) != getattr(Generate(call.model), field):
+                    text = f"greedy decoding (temperature: 0) takes the likeliest token, so nothing reads {field}"
+                    yield field, text, "leave it out, or set a temperature above 0"
+        case Inference() if call.output != "logprobs" and call.temperature != 1:
+            yield "temperature", f"{call.output} have no temperature", "leave it out"
+        case Train():
+            role = draft.spec.models.get(call.model)
+            if role is not None and role.head != "lm" and call.temperature != 1:
+                yield "temperature", f"{call.model!r} has a {role.head} head, which has no temperature", "leave it out"
+            if call.optimizer.schedule == "constant" and call.optimizer.final_lr_fraction != 0:
+                text = "the learning rate stays as it is (schedule: constant)"
+                yield "optimizer.final_lr_fraction", text, "set `schedule: cosine` or `linear`, or leave it out"
+        case _:
+            return
+
+
 WARNINGS: tuple[Warn, ...] = (
     kl_without_gradient,
     several_steps_without_ratio,
     clip_without_ratio,
     unused_model,
     pairs_without_order,
+    unread_setting,
 )

@@ -12,7 +12,7 @@ from realgraph.graphs.keys import Level
 from realgraph.graphs.picture.layered import MARGIN, BoxSize, PlacedBox, Placement, Route, place
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, ModelRole, Train
 
-_ORDER: dict[Level, int] = {"step": 0, "group": 1, "sample": 2, "token": 3}
+_ORDER: dict[Level, int] = {"group": 0, "sample": 1, "token": 2}
 
 
 def kind_of(call: ModelCall) -> str:

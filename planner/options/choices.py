@@ -82,6 +82,14 @@ def agrees(candidate: CallOption, pin: Pin) -> bool:
     return all(getattr(pin, name) in (None, settings[name]) for name in SETTINGS)
 
 
+def is_cut(request: PlanRequest, call: str, mesh: DeviceMesh, cluster: Cluster) -> bool:
+    """True where some layout of a call on a mesh of this size has the ranks that its pin sets."""
+    pin = request.pins.get(call, Pin())
+    set_ones = {axis: ranks for axis in ("dp", "tp", "pp", "cp") if (ranks := getattr(pin, axis)) is not None}
+    layouts = _layouts(request, call, mesh, cluster)
+    return any(all(getattr(layout, axis) == ranks for axis, ranks in set_ones.items()) for layout in layouts)
+
+
 def _cut_as_pinned(layout: Layout, pin: Pin) -> bool:
     """True where a layout has every axis and the sharding that a pin sets: no other is worth a closer look."""
     return all(getattr(pin, axis) in (None, getattr(layout, axis)) for axis in AXES)

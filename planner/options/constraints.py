@@ -9,6 +9,7 @@ from realgraph.graphs.spec import Generate, ModelCall, Train
 from realgraph.planner.costs.memory.terms import DType
 from realgraph.planner.inputs.model_spec import shape_faults, shape_fix
 from realgraph.planner.options.calls import is_trained, phase_of, sample_tokens, sized, stays_on_devices
+from realgraph.planner.options.choices import is_cut
 from realgraph.planner.options.couplings import train_calls
 from realgraph.planner.options.meshes import family, mesh_fault
 from realgraph.planner.options.passes import pin_problems
@@ -221,6 +222,12 @@ def _product(request: PlanRequest, name: str, pin: Pin, where: Where) -> Iterato
             text = f"{shown} is {product}, the mesh has {devices}: dp x tp x pp x cp must be {pin.devices}"
             hint = "leave dp out, or set devices to the product" if pin.dp else "set devices to a multiple of that"
             yield Problem(_field(where, next(iter(axes))), text, hint, "pin")
+        elif pin.dp is not None and product != pin.devices and not _filled(request, name, pin):
+            rest = pin.devices // product
+            text = f"{shown} is {product}, the mesh has {pin.devices} devices: dp x tp x pp x cp must be {pin.devices}"
+            hint = f"set devices to {product}, leave dp out, or give another axis the factor of {rest} that is left"
+            hint += ": on a CPU tp, pp and cp are 1 unless they are pinned" if request.cluster.is_cpu else ""
+            yield Problem(_field(where, next(iter(axes))), text, hint, "pin")
         return
     known_meshes = family(request.cluster, request.constraints.reserve).meshes if axes else ()
     sizes = sorted({mesh.n_devices for mesh in known_meshes if pin.first in (None, mesh.first)})
@@ -228,6 +235,14 @@ def _product(request: PlanRequest, name: str, pin: Pin, where: Where) -> Iterato
         text = f"{shown} is {product}, which no mesh can hold: there are meshes of {', '.join(map(str, sizes))} devices"
         hint = "dp x tp x pp x cp is the number of a mesh's devices"
         yield Problem(_field(where, next(iter(axes))), text, hint, "pin")
+
+
+def _filled(request: PlanRequest, name: str, pin: Pin) -> bool:
+    """True where axes that are not set may take what those that are leave of the mesh."""
+    mesh = DeviceMesh(pin.first or 0, pin.devices or 0)
+    known = family(request.cluster, request.constraints.reserve, (mesh,))
+    group = request.cluster.groups[known.groups[known.meshes.index(mesh)]]
+    return is_cut(request, name, mesh, group)
 
 
 def _generate_pin(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Problem]:

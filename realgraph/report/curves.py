@@ -18,6 +18,7 @@ MAIN = (
     *("clip_fraction", "masked_share", "logprob_gap"),
 )
 SECONDS, TOKENS, AGE = "seconds a step", "trained tokens a second", "staleness/mean"
+TRAINED = "batch/trained_tokens"  # a metric: of all samples that a step trains on
 
 
 class Curve(Struct, frozen=True):
@@ -40,8 +41,8 @@ def curves_of(steps: Sequence[StepRecord]) -> dict[str, Curve]:
     series: dict[str, list[tuple[float, float]]] = {SECONDS: [], TOKENS: []}
     for step in steps:
         series[SECONDS].append((step.step, step.seconds))
-        if step.seconds > 0 and "batch/tokens" in step.metrics:
-            series[TOKENS].append((step.step, step.metrics["batch/tokens"] / step.seconds))
+        if step.seconds > 0 and step.metrics.get(TRAINED):
+            series[TOKENS].append((step.step, step.metrics[TRAINED] / step.seconds))
         for name, value in step.metrics.items():
             series.setdefault(name, []).append((step.step, value))
     return _curves(series)

@@ -8,7 +8,7 @@ from realgraph.plan.view.measured import measured_calls
 from realgraph.planner.report.format import bytes_text, change_text, counted, percent_text, rate_text, seconds_text
 from realgraph.planner.report.markup import PageContent, document, legend, section, table
 from realgraph.planner.report.svg import MOST_LANES, pairs_svg, timeline_svg
-from realgraph.report.curves import Curve, curve_svg, curves_of, evaluation_curves, main_curves, number_text
+from realgraph.report.curves import TRAINED, Curve, curve_svg, curves_of, evaluation_curves, main_curves, number_text
 from realgraph.report.history import RunHistory
 from realgraph.report.timelines import timelines
 from realgraph.runtime.master.observer import Transcript
@@ -65,10 +65,10 @@ def _tiles(history: RunHistory, curves: Mapping[str, Curve]) -> Iterator[tuple[s
         whole = measured_calls(history.read)[0]
         change = change_text(whole.measured_seconds / whole.predicted_seconds) if whole.predicted_seconds else ""
         yield seconds_text(whole.measured_seconds), "a step, median" + f"; against the plan: {change}" * bool(change)
-        tokens = [step.metrics["batch/tokens"] for step in history.steady if "batch/tokens" in step.metrics]
+        tokens = sum(step.metrics.get(TRAINED, 0.0) for step in history.steady)
         seconds = sum(step.seconds for step in history.steady)
         if tokens and seconds > 0:
-            yield rate_text(sum(tokens) / seconds), "trained tokens a second"
+            yield rate_text(tokens / seconds), "trained tokens a second"
     first = {curve.name.rpartition("/")[2]: curve for curve in reversed(main_curves(curves))}
     for curve in [*first.values()][::-1][:2]:
         yield number_text(curve.last), f"{curve.name}; {number_text(curve.points[0][1])} at first"

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, reason, suggest
-from realgraph.graphs.spec import Generate
+from realgraph.graphs.spec import Generate, Train
 from realgraph.graphs.yaml.files import read_text
 from realgraph.planner.advise.servers import with_servers
 from realgraph.planner.costs.lengths import quantiles
@@ -33,6 +33,7 @@ from realgraph.run_file.local_data import first_rows
 from realgraph.runtime.clusters.machines import Machine, machines_of
 from realgraph.runtime.clusters.ray_cluster import RayCluster
 from realgraph.runtime.clusters.slurm import the_allocation
+from realgraph.runtime.data.columns import column_names, value_at
 from realgraph.runtime.data.row_files import data_files
 from realgraph.runtime.job.launch import HostsLaunch, LaunchSpec, LocalLaunch, RayLaunch, SlurmLaunch
 from realgraph.runtime.job.rollout import RolloutSpec, argument_name
@@ -40,6 +41,7 @@ from realgraph.runtime.processes.environment import variables
 from realgraph.screen.first_search import prepare_search
 
 PLAN_HINT = "a plan is what `realgraph plan --out FILE` writes"
+TAKE_EXPERTS = "take a Qwen3-MoE, Mixtral, gpt-oss or DeepSeek-V3 model"
 MOST_SAMPLES = 1 << 30  # of a step
 TRIED_ROWS = 256  # of the data, to guess the mean length of a prompt
 CHARACTERS_PER_TOKEN = 4  # of English text under a vocabulary of 32,000 or more
@@ -81,7 +83,8 @@ def request_for(
     workload = with_lengths(workload_of(checked, models), asked.lengths or asked.costs.lengths)
     problems += [*_no_room(checked, models, workload), *_too_many(checked, workload)]
     engine = run_support(checked.run.rollout.engine)
-    problems += [*without_routes(checked, models, engine), *_server_problems(checked)]
+    problems += [*without_routes(checked, models, engine), *without_experts(checked, models)]
+    problems += _server_problems(checked)
     try:
         cluster = cluster_of(checked.run.cluster, checked.run.launch)
     except ConfigError as error:
@@ -160,7 +163,8 @@ def _mean_prompt_tokens(checked: Checked, models: dict[str, ModelSpec], longest:
     """A guess from the characters of the first rows of local JSON lines or CSV; else, a quarter of the longest."""
     column, files = checked.run.data.columns.get("prompt", "prompt"), data_files(checked.run.data)
     rows = first_rows(files[0], TRIED_ROWS, checked.where("$.data.path")) if files else ()
-    lengths = [min(longest, characters) for row in rows for characters in _characters(row.get(column))]
+    values = [value_at(row, column) for row in rows if column in column_names(row)]
+    lengths = [min(longest, characters) for value in values for characters in _characters(value)]
     if not lengths:
         return max(1.0, longest / 4)
     smallest = min((model.vocab for model in models.values()), default=SMALL_VOCABULARY)
@@ -244,6 +248,19 @@ def _no_room(checked: Checked, models: dict[str, ModelSpec], workload: Workload)
     ]
 
 
+def without_experts(checked: Checked, models: Mapping[str, ModelSpec]) -> Iterator[Problem]:
+    """Terms that balance the load of experts, of models that have none."""
+    for name, call in checked.graph.calls.items():
+        model = models.get(call.model) if isinstance(call, Train) else None
+        if not isinstance(call, Train) or model is None or model.expert_layers:
+            continue
+        for entry, term in call.loss.terms.items():
+            if term.of_routes:
+                text = f"load_balance is for mixtures of experts, and the model of {call.model!r} is none"
+                hint = f"leave it out, or {TAKE_EXPERTS}"
+                yield Problem(checked.where(f"$.calls.{name}.loss.terms.{entry}"), text, hint, "load_balance")
+
+
 def without_routes(checked: Checked, models: Mapping[str, ModelSpec], engine: EngineSupport) -> Iterator[Problem]:
     """Roles that are to be trained with the experts that generation chose, where it chooses none or does not tell."""
     for name, role in checked.graph.models.items():
@@ -252,12 +269,7 @@ def without_routes(checked: Checked, models: Mapping[str, ModelSpec], engine: En
         where = checked.where(f"$.models.{name}.routing_replay")
         if not models[name].expert_layers:
             text = f"routing_replay is for mixtures of experts, and {role.path} ({models[name].architecture}) is none"
-            yield Problem(
-                where,
-                text,
-                "leave it out, or take a Qwen3-MoE, Mixtral, gpt-oss or DeepSeek-V3 model",
-                "routing_replay",
-            )
+            yield Problem(where, text, f"leave it out, or {TAKE_EXPERTS}", "routing_replay")
         elif not engine.records_routes:
             text = f"{engine.name} do not tell which experts a token went to, so there is nothing to replay"
             yield Problem(where, text, "leave it out, or generate with the embedded engine", "routing_replay")

@@ -10,11 +10,12 @@ from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, reason
 from realgraph.graphs.spec import Train
-from realgraph.graphs.yaml.document import COMMAND_LINE, ancestors, child, read_document
+from realgraph.graphs.yaml.document import COMMAND_LINE, child
 from realgraph.graphs.yaml.files import read_file
 from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
 from realgraph.planner.plan.plan import PLAN_FORMAT, Plan
+from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest, hashes
 from realgraph.run.planning import plan_for, read_plan, request_for
 from realgraph.run.running import PreparedRun, job_of, owned, request_with, unwritable_folder, with_sums
@@ -32,9 +33,8 @@ from realgraph.runtime.processes.environment import variables
 # What a resumed run may change: nothing that its next losses depend on, and by another plan on nothing but rounding.
 CHANGEABLE = ("name", "steps", "eval", "checkpoint", "outputs", "runtime")
 BY_PLAN = ("plan", "cluster")
-OF_SEARCH = ("allocation", "constraints", "memory")  # sections that only a new plan follows
 _BY_PLAN_HINT = "add --replan, or --plan PLAN, to go on under another plan: losses are equal to rounding then"
-APART = ("run_dir", "data_sums", "eval_sums", "gives_up_caches")  # may differ, or are compared by themselves
+APART = ("run_dir", "data_sums", "eval_sums", "gives_up_caches", "search")  # may differ, or are compared by themselves
 AS_WRITTEN = ("data", "batch", "rollout", "params")  # sections of the run file that a job has as they are
 
 
@@ -86,12 +86,14 @@ def prepare_resume(root: Path, overrides: Sequence[str], options: ResumeOptions 
         hint = f"put it back, or start a new run from the newest checkpoint: models.ROLE.path={checkpoint}/ROLE"
         raise ConfigError([Problem(Where(str(folder.config)), "the run file of this run is gone", hint)])
     checked = check_run(folder.config, overrides)
-    _refuse_overrides(checked, folder, step_of(checkpoint), () if options.plans else OF_SEARCH)
+    _refuse_overrides(checked, folder, step_of(checkpoint))
     refuse_unset(checked, variables())
     plan, request = _planned_anew(checked, options) if options.plans else _kept_plan(old, checked)
     new = with_sums(replace(job_of(checked, request, plan, folder), user_dir=old.user_dir))
     if not options.plans:
         new = replace(new, gives_up_caches=old.gives_up_caches)  # it follows from the plan
+    if not options.plans:
+        _refuse_search(old, new, checked)
     refuse_changes(old, new, checked, (*CHANGEABLE, *(BY_PLAN if options.plans else ())))
     if not options.new_data:
         _refuse_data(old, new, checked)
@@ -151,21 +153,23 @@ def read_job(folder: RunFolder) -> Job:
 # --- what must be equal -----------------------------------------------------------------------------------------------
 
 
-def _refuse_overrides(checked: Checked, folder: RunFolder, done: int, unheard: Sequence[str]) -> None:
-    """Raises ConfigError for what a run can't follow that has its directory already, and `done` steps.
+def _refuse_search(old: Job, new: Job, checked: Checked) -> None:
+    """Raises ConfigError for sections that only a new plan follows, whether overrides or hands have changed them."""
+    if old.search is None or new.search is None:
+        return
+    calls = {**old.search.allocation, **new.search.allocation}  # one without a pin has one that sets nothing
+    pins = [{call: one.allocation.get(call, Pin()) for call in calls} for one in (old.search, new.search)]
+    before = msgspec.to_builtins(replace(old.search, allocation=pins[0]))
+    after = msgspec.to_builtins(replace(new.search, allocation=pins[1]))
+    paths = [_first_difference(before[name], after[name], f"$.{name}") for name in before]
+    text = "a resumed run keeps its plan, which does not follow this"
+    if problems := [Problem(checked.where(path), text, _BY_PLAN_HINT) for path in paths if path]:
+        raise ConfigError(problems)
 
-    unheard: sections that have had their effect; the same once more is no change.
-    """
-    problems, document = [], checked.composed.resolved.document
-    before = read_document(folder.config, str(folder.config)).tree
-    given = [path for path, mark in document.marks.items() if mark.file == COMMAND_LINE]
-    for section in unheard:
-        if before.get(section) == document.tree[section]:
-            continue
-        inside = [path for path in given if f"$.{section}" in ancestors(path)]
-        values = [path for path in inside if not any(path in ancestors(other) for other in inside if other != path)]
-        text = "a resumed run keeps its plan, which does not follow this"
-        problems += [Problem(checked.where(path), text, _BY_PLAN_HINT) for path in values]
+
+def _refuse_overrides(checked: Checked, folder: RunFolder, done: int) -> None:
+    """Raises ConfigError for what a run can't follow that has its directory already, and `done` steps."""
+    problems = []
     where, named = checked.where("$.outputs.dir"), checked.run.outputs.dir
     if named and where.file == COMMAND_LINE and Path(named).expanduser().resolve() != folder.root.resolve():
         hint = "leave it out; to have the run elsewhere, move or copy its directory first"

@@ -21,7 +21,7 @@ from realgraph.run_file.function_variables import refuse_unset
 from realgraph.run_file.resolved import resolved_text
 from realgraph.runtime.data.sums import sums_of
 from realgraph.runtime.job.eval_engines import eval_on_mistake
-from realgraph.runtime.job.job import Job
+from realgraph.runtime.job.job import Job, SearchSpec
 from realgraph.runtime.job.run_folder import RunFolder, exclusive, write_atomic
 from realgraph.runtime.job.samples import with_gathering
 from realgraph.runtime.master.checkpoint_folders import point_best, set_aside
@@ -121,6 +121,7 @@ def job_of(checked: Checked, request: PlanRequest, plan: Plan, folder: RunFolder
         runtime=run.runtime,
         rollout=run.rollout,
         params=dict(run.params),
+        search=SearchSpec(run.allocation, run.constraints, run.memory),
     )
 
 

@@ -44,6 +44,7 @@ from realgraph.run_file.local_data import LocalData, is_hub_id, probe_data
 from realgraph.run_file.local_models import model_problems
 from realgraph.run_file.rollout_checks import rollout_mistakes
 from realgraph.run_file.run_spec import RunSpec
+from realgraph.run_file.run_warnings import run_warnings, unread_params
 from realgraph.run_file.template_checks import template_mistakes
 from realgraph.run_file.user_code import function_problems, functions_folder
 from realgraph.runtime.data.row_files import files_at
@@ -56,6 +57,7 @@ class Composed(Struct, frozen=True):
     run: RunSpec
     spec: GraphSpec
     resolved: Resolved
+    graph: Document  # the lower layer, as it is written
 
     @property
     def folder(self) -> Path:
@@ -126,7 +128,7 @@ def _compose(document: Document, file: Path, overrides: Sequence[str]) -> tuple[
     graph_spec = decode(GraphSpec, spec)
     named = graph_spec.name if run.name is None else run.name
     problems += name_problems(named, placed.where("$.name"))
-    return Composed(file, run, graph_spec, resolved), sorted(problems)
+    return Composed(file, run, graph_spec, resolved, graph), sorted(problems)
 
 
 def _with_held_out(document: Document) -> Document:
@@ -273,9 +275,15 @@ def _check(composed: Composed, problems_before: Sequence[Problem], weights: bool
         problems += _eval_data_problems(composed, graph)
     if graph is None or problems:
         raise ConfigError(sorted(problems))
-    warnings = warnings_of(composed.spec, composed.where, composed.resolved.document.wrote, facts.steps)
-    traced_ones = tuple(traced(warning, composed.resolved.written) for warning in warnings)
-    return Checked(graph, composed.run, facts, composed, traced_ones)
+    return Checked(graph, composed.run, facts, composed, _warnings(composed, graph, facts))
+
+
+def _warnings(composed: Composed, graph: Graph, facts: Facts) -> tuple[Problem, ...]:
+    resolved = composed.resolved
+    of_run = [*run_warnings(composed.run, graph), *unread_params(composed.graph, resolved)]
+    warnings = [Problem(composed.where(path), text, hint, "without_effect") for path, text, hint in of_run]
+    warnings += warnings_of(composed.spec, composed.where, resolved.document.wrote, facts.steps)
+    return tuple(traced(warning, resolved.written) for warning in sorted(warnings))
 
 
 def _eval_data_problems(composed: Composed, graph: Graph) -> Sequence[Problem]:

@@ -16,6 +16,10 @@ LEAST_KEPT = 2  # checkpoints, so that one can be read while the next is saved
 def eval_mistakes(run: RunSpec, spec: EvalSpec, graph: GraphSpec) -> Iterator[Mistake]:
     """All of them."""
     functions = [name for name, call in graph.calls.items() if isinstance(call, Function)]
+    if not functions:
+        text = "an evaluation samples and scores held-out prompts, and the graph has no function that scores"
+        yield "$.eval", text, "leave eval out, or add a function call that reads the text of samples"
+        return
     if spec.call not in functions:
         text = f"{spec.call!r} is not a function call of the graph, so it can't score samples"
         yield "$.eval.call", text, suggest(spec.call, functions)

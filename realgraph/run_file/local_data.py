@@ -9,7 +9,16 @@ from typing import Any
 from msgspec import Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.runtime.data.row_content import COMPRESSED, csv_header, csv_records, form_of, json_row, unpacked
+from realgraph.runtime.data.columns import column_names, schema_names
+from realgraph.runtime.data.row_content import (
+    COMPRESSED,
+    csv_header,
+    csv_records,
+    form_of,
+    json_lines,
+    json_row,
+    unpacked,
+)
 from realgraph.runtime.data.row_files import data_files, files_at
 from realgraph.runtime.job.job import DataSpec
 
@@ -77,8 +86,8 @@ def first_rows(file: Path, most: int, where: Where) -> Iterator[dict[str, Any]]:
                 names = csv_header(next(records, None), file)
                 yield from (dict(zip(names, record.fields, strict=False)) for record in islice(records, most))
                 return
-            lines = ((number, line) for number, line in enumerate(stream, start=1) if line.strip())
-            yield from (json_row(line, where, f"{file}:{number} ") for number, line in islice(lines, most))
+            lines = islice(json_lines(stream, file), most)
+            yield from (json_row(line, where, f"{file}:{number} ") for number, line in lines)
     except ConfigError as error:
         raise ConfigError([_at(problem, where) for problem in error.problems]) from error
 
@@ -89,11 +98,9 @@ def _probe_json_lines(files: Sequence[Path], limit: int | None, where: Where) ->
     n_rows = 0
     for file in files:
         with unpacked(file) as stream:
-            for number, line in enumerate(stream, start=1):
-                if not line.strip():
-                    continue
+            for number, line in json_lines(stream, file):
                 if columns is None:
-                    columns = tuple(json_row(line, where, f"{file}:{number} "))
+                    columns = column_names(json_row(line, where, f"{file}:{number} "))
                     if not countable:
                         return LocalData(columns)
                 n_rows += 1
@@ -135,7 +142,7 @@ def _probe_parquet(files: Sequence[Path], limit: int | None, where: Where) -> Lo
     for file in files:
         try:
             metadata = parquet.read_metadata(file)
-            columns = columns or tuple(parquet.read_schema(file).names)
+            columns = columns or schema_names(parquet.read_schema(file))
         except (OSError, ValueError) as error:
             text = f"{file} can't be read: {str(error).splitlines()[0]}"
             raise ConfigError([Problem(where, text, "", "data")]) from error

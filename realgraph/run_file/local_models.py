@@ -10,7 +10,13 @@ from realgraph.graphs.spec import ModelRole
 from realgraph.graphs.yaml.files import read_file
 from realgraph.runtime.models.heads import ALIASES, HEAD, without_head
 
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+BRING = "bring all of the model's .safetensors files there: hf download NAME --local-dir FOLDER"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]  # tensor -> file
 
 
 def model_problems(role: ModelRole, folder: Path, where: Where, weights: bool = True) -> list[Problem]:
@@ -34,9 +40,15 @@ def model_problems(role: ModelRole, folder: Path, where: Where, weights: bool = 
 
 def _weight_problems(role: ModelRole, folder: Path, where: Where) -> list[Problem]:
     names = sorted(file.name for file in folder.iterdir())
-    tensors = [folder / name for name in names if name.endswith(".safetensors")]
-    if tensors:
-        return [] if role.head == "lm" else _head_problems(role, folder, tensors, where)
+    if INDEX in names or WHOLE in names:
+        try:
+            files = _weight_files(folder)
+        except ValueError as error:
+            return [Problem(where, str(error), BRING, "model")]
+        return [] if role.head == "lm" else _head_problems(role, folder, files, where)
+    if any(name.endswith(".safetensors") for name in names):
+        text = f"{folder} has .safetensors files, but neither {WHOLE} nor {INDEX}, which names a model's shards"
+        return [Problem(where, text, BRING, "model")]
     pickled = [name for name in names if name.endswith(PICKLED)]
     if not pickled:
         text = f"{folder} has no weights"
@@ -49,9 +61,31 @@ def _weight_problems(role: ModelRole, folder: Path, where: Where) -> list[Proble
     return [Problem(where, text, hint, "pickled_weights")]
 
 
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that the weights are read from. Raises ValueError that names the first that is missing or damaged."""
+    files = [folder / WHOLE]
+    if (folder / INDEX).is_file():
+        try:
+            shards = msgspec.json.decode(read_file(folder / INDEX), type=_Index).weight_map
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(f"{folder / INDEX} is no index of weights: {error}") from error
+        files = [folder / name for name in sorted(set(shards.values()))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        of_all = f" ({len(missing)} of {len(files)} files are missing)" if len(files) > 1 else ""
+        raise ValueError(f"{folder} lacks {missing[0]}, which {INDEX} names{of_all}")
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy"):
+                """Its header fits its length."""
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{file} is cut short, or no safetensors file: {error}") from error
+    return files
+
+
 def _head_problems(role: ModelRole, folder: Path, files: list[Path], where: Where) -> list[Problem]:
     numbers, learns = _head_numbers(files), role.trainable or role.ema_rate or role.init
-    if numbers is None or numbers == 1 or (numbers == 0 and learns):
+    if numbers == 1 or (numbers == 0 and learns):
         return []
     if numbers == 0:
         lack, hint = without_head(role.head)
@@ -62,14 +96,10 @@ def _head_problems(role: ModelRole, folder: Path, files: list[Path], where: Wher
     return [Problem(where, text, hint, "model")]
 
 
-def _head_numbers(files: list[Path]) -> int | None:
-    """The outputs of the value or score head in the files: 0 where they have none, None where a file can't be read:
-    whoever loads it says why."""
+def _head_numbers(files: list[Path]) -> int:
+    """The outputs of the value or score head in the files; 0 where they have none."""
     for file in files:
-        try:
-            with safe_open(file, framework="numpy") as source:
-                for name in {HEAD, *ALIASES}.intersection(source.keys()):
-                    return int(next(iter(source.get_slice(name).get_shape()), 1))
-        except (OSError, SafetensorError):
-            return None
+        with safe_open(file, framework="numpy") as source:
+            for name in {HEAD, *ALIASES}.intersection(source.keys()):
+                return int(next(iter(source.get_slice(name).get_shape()), 1))
     return 0

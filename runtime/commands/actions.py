@@ -102,7 +102,7 @@ class StepEnded(Struct, frozen=True, tag=True):
     spans: dict[str, CallSpan]
     n_groups: int
     n_samples: int
-    n_tokens: int  # of whole samples
+    n_tokens: int  # of whole samples of the leading generate call, as n_samples and n_new_tokens
     n_new_tokens: int  # of them, sampled
     n_skipped: int  # groups whose prompt was too long, while this step's groups were made
     n_dropped: int  # groups that were filtered out meanwhile
@@ -116,6 +116,7 @@ class StepEnded(Struct, frozen=True, tag=True):
     age_p95: int = 0  # 95 % of the groups are no older
     n_engines: int = 0  # that make groups, where the run goes on without one that is lost
     tokens: dict[str, int] = {}  # model call -> tokens of its samples; of a generate call those that it drew
+    n_trained_tokens: int = 0  # of all samples and sequences of the data that were trained on, each of them once
 
 
 class EvalEnded(Struct, frozen=True, tag=True):

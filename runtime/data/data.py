@@ -12,6 +12,7 @@ from realgraph.graphs.graph import Graph
 from realgraph.graphs.keys import MASK, OF_DATA, TOKENS, DType, KeyType, fits
 from realgraph.graphs.spec import Generate, Train
 from realgraph.runtime.data.chats import chat_sample
+from realgraph.runtime.data.columns import column_names, value_at
 from realgraph.runtime.data.conversations import Conversation, Conversations, Misplaced, kind
 from realgraph.runtime.data.row_content import cell_value, problem
 from realgraph.runtime.data.row_files import RawRow, open_rows
@@ -141,7 +142,7 @@ class DataSet:
 
     def asked(self, row: DataRow, name: str) -> PromptConversation:
         """The conversation of the prompt `name` of a row, before it became tokens, and the tools that belong to it."""
-        value, template = row.raw[self._column(name)], self._template(row.index, row.raw)
+        value, template = value_at(row.raw, self._column(name)), self._template(row.index, row.raw)
         text = str(self._tokenizer.decode(value, skip_special_tokens=True)) if _is_ids(value) else None
         return PromptConversation(
             self._at(row.index, name, row.raw, self._chats.of_prompt) if text is None else text, template.tools
@@ -179,7 +180,7 @@ class DataSet:
     def _check(self) -> None:
         for name, key in self._inputs.items():
             made = (self._from_data and name in (TOKENS, MASK)) or name in OF_DATA
-            if key.level == "step" or (key.level != "group" and not self._from_data):
+            if key.level != "group" and not self._from_data:
                 raise problem(Where(path=f"$.inputs.{name}"), f"data can't give a key of the type {key}")
             if not made and not self._has(name):
                 hint = suggest(self._column(name), self.columns) + f"; map it: data.columns.{name}"
@@ -194,7 +195,7 @@ class DataSet:
 
     def _template(self, index: int, raw: RawRow) -> Template:
         """The arguments of the chat template for a row, with the tools of its own column."""
-        if TOOLS in self._inputs or not self._chats.takes_tools or self._column(TOOLS) not in raw:
+        if TOOLS in self._inputs or not self._chats.takes_tools or self._column(TOOLS) not in column_names(raw):
             return self._chats.template
         return cast(Template, self._at(index, TOOLS, raw, self._chats.with_tools))
 
@@ -203,10 +204,12 @@ class DataSet:
         column = self._column(name)
         where = self._rows.where(index)
         place = Where(where.file, where.line, f"{where.path}.{column}")
-        if column not in raw:
-            raise problem(place, "this row lacks the column", f"it has {', '.join(raw)}")
         try:
-            return convert(raw[column])
+            value = value_at(raw, column)
+        except KeyError:
+            raise problem(place, "this row lacks the column", f"it has {', '.join(column_names(raw))}") from None
+        try:
+            return convert(value)
         except Misplaced as error:
             within = Where(place.file, place.line, f"{place.path}{error.path}")
             raise problem(within, str(error)) from error

@@ -6,6 +6,7 @@ import io
 import tempfile
 import threading
 import zlib
+from array import array
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ FORMS: dict[str, Form] = {
 }
 COMPRESSED = (".gz", ".zst")  # of JSON lines and CSV; parquet compresses by itself
 _CHUNK_BYTES = 1 << 20
-_OF_ARRAY = "; of an array: jq -c '.[]' array.json > rows.jsonl"
+_PEEKED_BYTES = 64  # of a file, to see whether it begins with `[`
 
 
 def form_of(file: Path) -> Form | None:
@@ -70,18 +71,25 @@ def unpacked(file: Path) -> Iterator[BinaryIO]:
 class Content:
     """The bytes of a file from any place on. Safe to use from several threads.
 
-    A compressed file is unpacked once, into a temporary file without a name: nothing of it is left after any end.
+    A compressed file is unpacked once, into a temporary file without a name: nothing of it is left after any end. So is
+    a JSON array of rows, into lines of which `lines` has the numbers in the file.
     """
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self._lock = threading.Lock()
         self._held: BinaryIO | None = None
-        if file.suffix in COMPRESSED:
+        self.lines = array("L")
+        with unpacked(file) as stream:
+            listed = form_of(file) not in ("CSV", "parquet") and _begins_array(stream)
+            if not listed and file.suffix not in COMPRESSED:
+                return
             self._held = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115 (it lives as long as the rows do)
-            with unpacked(file) as stream:
-                while chunk := stream.read(_CHUNK_BYTES):
-                    self._held.write(chunk)
+            for number, line in json_lines(stream, file) if listed else ():
+                self.lines.append(number)
+                self._held.write(line + b"\n")
+            while chunk := stream.read(_CHUNK_BYTES):
+                self._held.write(chunk)
 
     @contextmanager
     def at(self, offset: int) -> Iterator[BinaryIO]:
@@ -99,13 +107,39 @@ class Content:
             raise problem(Where(str(self.file)), f"can't be read: {error.strerror or error}") from error
 
 
+def _begins_array(stream: BinaryIO) -> bool:
+    """True of JSON text that is one array of rows, and not a row a line."""
+    first = cast(io.BufferedReader, stream).peek(_PEEKED_BYTES)
+    return first.removeprefix(BOM_UTF8).lstrip().startswith(b"[")
+
+
+def json_lines(stream: BinaryIO, file: Path) -> Iterator[tuple[int, bytes]]:
+    """The text of each row on one line, and the number of the line that it begins in: a row a line, or of one array
+    its items. Raises ConfigError."""
+    if not _begins_array(stream):
+        yield from ((number, line) for number, line in enumerate(stream, start=1) if line.strip())
+        return
+    text = stream.read().removeprefix(BOM_UTF8)
+    try:
+        items = msgspec.json.decode(text, type=list[msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        hint = "one array of JSON objects, or one JSON object per line"
+        raise problem(Where(str(file)), f"begins as a JSON array and is none: {error}", hint) from error
+    line, end = 1, 0
+    for item in map(bytes, items):
+        start = text.index(item, end)
+        line += text.count(b"\n", end, start)
+        yield line, item.replace(b"\n", b" ").replace(b"\r", b" ")  # no text in JSON holds either
+        line, end = line + item.count(b"\n"), start + len(item)
+
+
 def json_row(line: bytes, where: Where, place: str = "") -> dict[str, Any]:
     """The row that a JSON line holds; a byte order mark before it is no part of it. place: begins the messages.
 
     Raises ConfigError for a line that is no JSON object.
     """
     line = line.removeprefix(BOM_UTF8)
-    hint = "one JSON object per line" + _OF_ARRAY * line.startswith(b"[")
+    hint = "one JSON object per line, or one array of them"
     try:
         row = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError, Where
 from realgraph.runtime.data import hub
+from realgraph.runtime.data.columns import column_names, schema_names
 from realgraph.runtime.data.row_content import (
     COMPRESSED,
     FORMS,
@@ -165,13 +166,13 @@ class _TextRows(ABC):
 
 
 class JsonRows(_TextRows):
-    """JSON lines; blank lines are no rows."""
+    """JSON lines, of which blank ones are no rows, or the items of one JSON array."""
 
     all_text = False
 
     def __init__(self, files: Sequence[Path], limit: int | None) -> None:
         super().__init__(files, limit)
-        self.columns = tuple(self.read(0)) if self._offsets else ()
+        self.columns = column_names(self.read(0)) if self._offsets else ()
 
     def _index(self, content: Content, limit: int | None) -> None:
         with content.at(0) as stream:
@@ -181,7 +182,7 @@ class JsonRows(_TextRows):
                     return
                 if line.strip():
                     self._offsets.append(offset)
-                    self._lines.append(number)
+                    self._lines.append(content.lines[number - 1] if content.lines else number)
                 offset += len(line)
 
     def read(self, index: int) -> RawRow:
@@ -249,7 +250,7 @@ class ParquetRows:
                 self._groups.append((file, group))
                 n_rows += handle.metadata.row_group(group).num_rows
         self._n_rows = n_rows if limit is None else min(n_rows, limit)
-        self.columns = tuple(str(name) for name in next(iter(self._handles.values())).schema_arrow.names)
+        self.columns = schema_names(next(iter(self._handles.values())).schema_arrow)
 
     def __len__(self) -> int:
         return self._n_rows
@@ -301,7 +302,7 @@ class HubRows:
                 hint = hub.hint(spec.path, "dataset")
             raise problem(Where(self._name), text, hint) from error
         self._n_rows = len(self._rows) if spec.limit is None else min(len(self._rows), spec.limit)
-        self.columns = tuple(self._rows.column_names)
+        self.columns = column_names(self._rows.features)
 
     def __len__(self) -> int:
         return self._n_rows

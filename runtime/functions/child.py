@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
@@ -130,6 +130,9 @@ class Child:
     def _answer(self, call: FunctionRequest, value: object, seconds: float) -> None:
         try:
             message = frame(Returned(call.number, plain(value), seconds, held_bytes()))
+        except NotPlain as error:
+            self._send(Raised(call.number, "error", f"returned {error}"))
+            return
         except Exception as error:  # whatever a user's object does when it is asked for its value
             self._send(_raised(call, "error", "returned what can't be sent", error))
             return
@@ -159,8 +162,12 @@ class Child:
             os._exit(1)
 
 
+class NotPlain(Exception):
+    """A value of a type that no function may return; the message says how to convert it."""
+
+
 def plain(value: Any) -> Any:
-    """A value of plain Python types; numpy and torch give their `tolist()`. Raises TypeError for others."""
+    """A value of plain Python types; numpy and torch give their `tolist()`. Raises NotPlain for others."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, int):  # of a type of its own, here and below: an enumeration, numpy.float64
@@ -175,7 +182,18 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if hasattr(value, "tolist"):
         return plain(value.tolist())
-    raise TypeError(f"a {type(value).__name__} is no number, text, list or mapping")
+    convert = (
+        "float(...)" if hasattr(value, "__float__") else "list(...)" if isinstance(value, Iterable) else "str(...)"
+    )
+    raise NotPlain(
+        f"a value of the type {_type_name(type(value))}, which is none of: bool, int, float, str, None, list, tuple, "
+        f"dict, numpy, torch; convert it, for example by {convert}"
+    )
+
+
+def _type_name(kind: type) -> str:
+    """`set`, `decimal.Decimal`."""
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def held_bytes() -> int:

@@ -13,7 +13,7 @@ It returns the value of the one key its call writes, or a mapping from key to va
     over: sample   sample key: a number, bool, text or JSON value; token key: a list, one number a token
     over: group    sample key: a list, one value a sample; group key: one value
     over: batch    sample key: a list, one value a sample; group key: a list, one value a group, in the order of the
-                   groups' first samples; step key: one value
+                   groups' first samples
 
 It may be `async def`: then many units run at once in one process. It may print, and take `timeout_seconds` a unit.
 """
@@ -187,7 +187,7 @@ def _fill(call: Function, unit: Unit, key: KeyType, one: Any) -> Any:
 
 def _n_values(call: Function, unit: Unit, key: KeyType) -> int | None:
     """Number of values that a key has in one unit: None is a single bare one."""
-    if call.over == "sample" or key.level == "step" or (key.level == "group" and call.over == "group"):
+    if call.over == "sample" or (key.level == "group" and call.over == "group"):
         return None
     return unit.n_groups if key.level == "group" else len(unit.samples)
 

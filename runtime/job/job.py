@@ -8,9 +8,12 @@ from msgspec.structs import replace
 
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import Generate
+from realgraph.planner.costs.memory.margin import MemorySpec
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.plan.axes import head_worker
 from realgraph.planner.plan.plan import Plan
+from realgraph.planner.request.constraints import Constraints
+from realgraph.planner.request.pins import Pin
 from realgraph.runtime.job.manifest import FileSum
 from realgraph.runtime.job.rollout import RolloutSpec
 
@@ -21,13 +24,14 @@ DEFAULT_MINUTES = 10.0  # between two checkpoints: what a kill without warning m
 
 
 class DataSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """A data set: a JSONL, CSV or parquet file (or a folder or glob of them), or a Hub id read through `datasets`.
+    """A data set: a JSON, CSV or parquet file (or a folder or glob of them), or a Hub id read through `datasets`.
 
-    JSONL and CSV may be compressed (`.gz`, `.zst`).
+    JSON is one object a line, or one array of them. It and CSV may be compressed (`.gz`, `.zst`).
 
-    `columns` maps a graph input to a column. A graph whose input is `tokens` (SFT) takes the columns `prompt` and
-    `response`, or `messages`. A prompt column holds text or a list of chat messages; `chat` wraps text as a user turn.
-    Where chats are rendered, a column `tools` (or the one that `columns.tools` names) gives a row its own tools.
+    `columns` maps a graph input to a column, or to a value within one: `reward_model.ground_truth`. A graph whose input
+    is `tokens` (SFT) takes the columns `prompt` and `response`, or `messages`. A prompt column holds text or a list of
+    chat messages; `chat` wraps text as a user turn. Where chats are rendered, a column `tools` (or the one that
+    `columns.tools` names) gives a row its own tools.
     """
 
     path: str  # file, folder or glob, relative to the run file; or a Hub id
@@ -160,6 +164,14 @@ class RuntimeSpec(Struct, frozen=True, forbid_unknown_fields=True):
         return update == 1 if every == "first" else bool(every) and update % every == 0
 
 
+class SearchSpec(Struct, frozen=True):
+    """Sections of the run file that nothing but the search for a plan follows."""
+
+    allocation: dict[str, Pin]
+    constraints: Constraints
+    memory: MemorySpec
+
+
 class Job(Struct, frozen=True):
     """Everything a run needs, as sent to every worker."""
 
@@ -183,6 +195,7 @@ class Job(Struct, frozen=True):
     rollout: RolloutSpec = field(default_factory=RolloutSpec)
     params: dict[str, Any] = field(default_factory=dict)
     rollout_alone: bool = False  # its training is left out, to measure: neither checkpoints nor samples are kept
+    search: SearchSpec | None = None  # what the plan was searched under
     data_sums: dict[str, FileSum] = field(default_factory=dict)  # local data file -> checksum at the start
     eval_sums: dict[str, FileSum] = field(default_factory=dict)  # the same of the held-out data
 

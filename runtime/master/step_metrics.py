@@ -40,6 +40,7 @@ def flatten(ended: StepEnded, graph: Graph, plan: Plan) -> dict[str, float]:
         "batch/samples": float(ended.n_samples),
         "batch/tokens": float(ended.n_tokens),
         "batch/new_tokens": float(ended.n_new_tokens),
+        "batch/trained_tokens": float(ended.n_trained_tokens),
         "batch/skipped_groups": float(ended.n_skipped),
         "batch/dropped_groups": float(ended.n_dropped),
         "batch/surplus_groups": float(ended.n_surplus),

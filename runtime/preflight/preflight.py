@@ -263,14 +263,14 @@ def _units(graph: Graph, name: str, known: Known, n: int, tokenizer: Tokenizer) 
 
     def of(key: str, sample: int) -> Any:
         level, value = known[key]
-        return value if level in ("group", "step") else value[sample]
+        return value if level == "group" else value[sample]
 
     ids = tuple(range(n))
     tokens = known[TOKENS][1] if TOKENS in known else [[]] * n
     lengths = tuple(len(row) for row in tokens)
     if call.over == "sample":
         return [Unit((i,), keywords({key: of(key, i) for key in reads}), (0,), (lengths[i],)) for i in ids]
-    bare = ("group", "step") if call.over == "group" else ()
+    bare = ("group",) if call.over == "group" else ()
     given = {key: of(key, 0) if known[key][0] in bare else [of(key, i) for i in ids] for key in reads}
     return [Unit(ids, keywords(given), (0,) * n, lengths)]
 
@@ -285,7 +285,7 @@ def _told(call: Function, known: Known, n: int, results: Sequence[UnitResult]) -
             told.append(
                 f"{key} " + ", ".join(f"{_number(v)} on {_short(t)}" for v, t in zip(value[:n], texts, strict=True))
             )
-        elif level in ("group", "step"):
+        elif level == "group":
             told.append(f"{key} {_number(value)}")
         else:
             told.append(f"{key} per token")

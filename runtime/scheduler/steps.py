@@ -287,6 +287,8 @@ def summary(batch: Batch, tally: StepTally, versions: Mapping[str, int], n_engin
     ages = [batch.step - group.oldest for group in batch.groups]
     lengths = [sample.n_new_tokens for group in batch.groups for sample in group.samples]
     n_new_tokens = sum(sample.n_new_tokens for group in batch.groups for sample in group.kept)
+    tokens = {call.name: _tokens(call, batch, tally) for call in program.calls.values() if call.role}
+    trained = {call.own: tokens[call.name] for call in program.calls.values() if call.kind == "train"}
     return StepEnded(
         step=batch.step,
         metrics=tally.metrics,
@@ -306,7 +308,8 @@ def summary(batch: Batch, tally: StepTally, versions: Mapping[str, int], n_engin
         lengths=quantiles(lengths, LENGTH_QUANTILES) if any(lengths) else (),
         age_p95=sorted(ages)[math.ceil(0.95 * len(ages)) - 1],
         n_engines=n_engines,
-        tokens={call.name: _tokens(call, batch, tally) for call in program.calls.values() if call.role},
+        tokens=tokens,
+        n_trained_tokens=sum(trained.values()),
     )
 
 
