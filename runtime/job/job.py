@@ -66,6 +66,7 @@ EvalOn = Literal["engine", "interleaved", "checkpoint"]
 class EvalSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """Held-out evaluation every `every` steps: the reward function over n samples a prompt; best checkpoint kept.
 
+    Samples are judged by what an advantage takes for the reward of all that `call` writes, else by its first number.
     `on`: of asynchronous runs, whose training and generation go on meanwhile: `engine`: the last data-parallel replica
     of the call that generates evaluates, and keeps its weights until then; `interleaved`: all do, beside the groups
     that they are making. By default all of the run stands still. `checkpoint`: that replica evaluates each checkpoint
