@@ -118,6 +118,40 @@ def test_the_reward_judges_and_else_the_first_number_that_is_no_filter() -> None
     assert judged_key(calls, "nothing") == ""
 
 
+def long_rows(home: Path, which: str) -> float:
+    """Held-out rows of which every second one, or each, has a prompt that is too long. Returns their share."""
+    rows = [json.loads(line) for line in (home / "test.jsonl").read_text().splitlines()][:6]
+    longer = rows if which == "all" else rows[1::2]
+    for row in longer:
+        row["prompt"] = "1+1+" + row["prompt"]
+    (home / f"long_{which}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return len(longer) / len(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["half", "all"])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_rows_that_are_too_long_are_left_out_and_counted(home: Path, which: str, staleness: int) -> None:
+    """Also where one of two workers, or both, have no other rows, and the run goes on meanwhile."""
+    share, name = long_rows(home, which), f"long-{which}-{staleness}"
+    own: dict[str, Any] = {
+        "calls": {"reward": {"fn": "rewards:score"}},
+        "eval": {"every": 2, "data": {"path": f"long_{which}.jsonl"}},
+        "steps": 2,
+    }
+    beside: dict[str, Any] = {
+        "cluster": {"devices": 3},
+        "allocation": {"rollout": {"first": 0, "devices": 2, "dp": 2}, "train": {"first": 2, "devices": 1}},
+        "staleness": 1,
+        "eval": {"on": "interleaved"},
+    }
+    finish(home, "run", str(write_run(home, name, GRPO, own, beside if staleness else {})), name=name)
+    first, last = records(home / name, "eval")
+    assert first["metrics"]["skipped"] == last["metrics"]["skipped"] == share
+    assert ("accuracy" in last["metrics"]) == (which == "half")
+    assert last["best"] <= (which == "half")
+
+
 def test_samples_of_a_run_are_judged_by_their_reward(home: Path) -> None:
     """It is the last of what the function writes, and reads what another one wrote."""
     (home / "parity.py").write_text(ODD)

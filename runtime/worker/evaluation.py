@@ -86,8 +86,8 @@ class Evaluation:
     def take(self) -> Callable[[], Done] | None:
         """The rest of the evaluation that `begin` has begun, once its samples are there: scores and metrics, from any
         thread. It raises what `run` raises."""
-        done = self._rollouts.take_beside() if self._rollouts is not None and self._open is not None else []
-        if not done:
+        done = self._rollouts.take_beside() if self._rollouts is not None and self._open is not None else None
+        if done is None:
             return None
         begun, self._open = self._open, None
         assert begun is not None
@@ -128,7 +128,7 @@ class Evaluation:
             worker=self._worker,
             task=command.task,
             call="evaluate",
-            metrics=self._metrics(spec, len(prompts), scores, completions),
+            metrics=self._metrics(begun, spec, scores, completions),
             started=begun.started,
             ended=time.time(),
             transcripts=self._transcripts(spec, prompts, texts, scores),
@@ -159,7 +159,7 @@ class Evaluation:
             given = {key: values[key] for key in graph.reads[name]}
             prompts_read = [key for key in given if is_prompt(graph.keys[key].type)]
             units.append(Unit((index,), keywords_of(call, given, prompts_read, self._loading.decode)))
-        size = 1 if beside else len(units)  # one after the other, so that functions of groups get their turns
+        size = 1 if beside else max(1, len(units))  # one after the other, so that functions of groups get their turns
         parts = [units[start : start + size] for start in range(0, len(units), size)]
         results = [result for part in parts for result in self._host.run(name, call, part)]
         for unit, result in zip(units, results, strict=True):
@@ -168,9 +168,18 @@ class Evaluation:
             known[unit.samples[0]].update(result.values)
 
     def _metrics(
-        self, spec: EvalSpec, n_prompts: int, scores: Mapping[int, float], completions: Mapping[int, Completion]
+        self,
+        begun: _OpenEvaluation,
+        spec: EvalSpec,
+        scores: Mapping[int, float],
+        completions: Mapping[int, Completion],
     ) -> dict[str, Mean]:
-        """Sums over this worker's prompts: they merge with those of the others."""
+        """Sums over this worker's prompts: they merge with those of the others. skipped: share of rows left out, whose
+        prompts are too long."""
+        n_prompts, n_rows = len(begun.prompts), len(begun.command.rows)
+        skipped = {"skipped": Mean(float(n_rows - n_prompts), float(n_rows))}
+        if not scores:
+            return skipped
         right = {index: score >= spec.threshold for index, score in scores.items()}
         n = float(len(scores))
         metrics = {
@@ -178,6 +187,7 @@ class Evaluation:
             "reward": Mean(sum(scores.values()), n),
             "new_tokens": Mean(float(sum(len(done.tokens) for done in completions.values())), n),
             "finished": Mean(float(sum(done.finished for done in completions.values())), n),
+            **skipped,
         }
         if spec.n == 1:
             return metrics
