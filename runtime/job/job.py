@@ -41,7 +41,9 @@ class DataSpec(Struct, frozen=True, forbid_unknown_fields=True):
     template_args: dict[str, Any] = field(default_factory=dict)  # of the chat template, such as enable_thinking
     tools: tuple[dict[str, Any], ...] | None = None  # JSON schemas of tools, for the chat template
     max_prompt_tokens: Count = 1024  # longest prompt; memory is planned for it
-    too_long: Literal["drop", "truncate_left", "fail"] = "drop"  # prompts over max_prompt_tokens
+    too_long: Literal["drop", "truncate_left", "fail"] = (
+        "drop"  # prompts over max_prompt_tokens; sequences over it + batch.max_new_tokens
+    )
     truncated: Literal["keep", "mask"] = "keep"  # samples cut at max_new_tokens: train on them, or leave them out
 
 
