@@ -7,6 +7,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from realgraph.graphs.keys import REWARD_TYPE
 from realgraph.graphs.spec import Advantage, Function, ModelCall, Train
 
 USERS_OWN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")  # module:function
@@ -60,6 +61,16 @@ def sample_filter(calls: Mapping[str, ModelCall]) -> str:
         if isinstance(call, Function) and call.writes.get(KEEP, "").split() == ["sample", "bool"]:
             return name
     return ""
+
+
+def judged_key(calls: Mapping[str, ModelCall], name: str) -> str:
+    """The key by which evaluations judge samples that the function `name` scores: the reward of an advantage, else the
+    first number a sample that it writes, but `keep`; '' where it writes none."""
+    call = calls.get(name)
+    types = {key: text.split() for key, text in call.writes.items()} if isinstance(call, Function) else {}
+    numbers = [key for key, words in types.items() if words in [["sample", dtype] for dtype in REWARD_TYPE.dtypes]]
+    rewards = [other.reads[0] for other in calls.values() if isinstance(other, Advantage) and other.reads]
+    return next((key for key in [*rewards, *numbers] if key in numbers and key != KEEP), "")
 
 
 def comparing(calls: Mapping[str, ModelCall]) -> Iterator[str]:

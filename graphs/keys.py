@@ -75,6 +75,7 @@ GENERATED: dict[str, KeyType] = {
     TEXT: KeyType("sample", "text"),
     FINISHED: KeyType("sample", "bool"),
 }
+EVALUATED = (TEXT, FINISHED)  # those that functions get of a held-out sample
 # Those of a call that makes one sample for a whole group: values of the group.
 GENERATED_OF_GROUP: dict[str, KeyType] = {
     TOKENS: KeyType("group", "tokens"),

@@ -157,9 +157,11 @@ def test_gae_is_the_recursion_over_sampled_tokens(seed: int) -> None:
             row.append(following)
         expected.append(row[::-1])
     assert close(run(batch, steps), expected)
-    outputs, _, _ = compute(Advantage(steps), batch, {})
+    outputs, _, metrics = compute(Advantage(steps), batch, {})
     returns = [[a + v for a, v in zip(x, y, strict=True)] for x, y in zip(expected, values, strict=True)]
     assert close(masked(batch, outputs["returns"]), returns)
+    left, whole = (statistics.pvariance(x for row in rows for x in row) for rows in (expected, returns))
+    assert metrics["explained_variance"].value == pytest.approx(1 - left / whole)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -100,3 +100,11 @@ def test_masked_tokens_of_the_newest_weights_are_a_difference_of_engines() -> No
     """No bound would help."""
     (text,) = train(Decoupled()).look({"train/masked_share": 0.3, "staleness/p95": 0.0})
     assert "newest weights" in text and "`logprob_gap`" in text and "`staleness`" not in text
+
+
+def test_rows_that_are_left_out_are_told_once() -> None:
+    advice = Advice({})
+    assert list(advice.look({"batch/skipped_groups": 0.0})) == []
+    (text,) = advice.look({"batch/skipped_groups": 3.0})
+    assert text.startswith("3 rows of this step were left out") and "`data.too_long`" in text
+    assert list(advice.look({"batch/skipped_groups": 3.0})) == []

@@ -2,7 +2,7 @@
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -105,6 +105,22 @@ def test_limits_hold_for_what_stands_before_the_answer(tmp_path: Path) -> None:
     (sample,) = row(data, 0).samples
     assert sample["mask"].index(True) == 5
     assert learnt(PLAIN, sample["tokens"], sample["mask"]) == ["so it goes</s>"]
+
+
+def test_a_sequence_has_a_limit_and_its_first_token_follows_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"tokens": [3, 4, 5, 6, 7, 8], "mask": [1, 0, 0, 1, 1, 1]}])
+
+    def limited(too_long: Literal["drop", "fail", "truncate_left"], most: int) -> DataSet:
+        return DataSet(DataSpec(path, max_prompt_tokens=2, too_long=too_long), WHOLE, PLAIN, max_new_tokens=most)
+
+    (whole,) = row(limited("drop", 4), 0).samples
+    assert whole == {"tokens": [3, 4, 5, 6, 7, 8], "mask": [False, False, False, True, True, True]}
+    assert limited("drop", 3).row(0) == TooLong(0, 6, 5)
+    (short,) = row(limited("truncate_left", 1), 0).samples
+    assert short == {"tokens": [6, 7, 8], "mask": [False, True, True]}
+    with pytest.raises(ConfigError) as error:
+        limited("fail", 3).row(0)
+    assert "6 tokens, more than data.max_prompt_tokens + batch.max_new_tokens = 5" in told(error)
 
 
 def test_tokens_and_masks_may_stand_in_the_data(tmp_path: Path) -> None:

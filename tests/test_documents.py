@@ -95,7 +95,7 @@ def test_ancestors_undo_child(keys: list[str | int]) -> None:
         ("a: 1\nb: {c: 1,\n c: 2}\n", 3, "$.b.c", "given twice: first at line 2"),
         ("- a\n", 1, "$", "expected a mapping, found a list"),
         ("a: 1\n--- \nb: 2\n", 2, "$", "YAML syntax"),
-        ("a:\n  on: 1\n", 2, "$.a", "the key 'on' is not text"),
+        ("a:\n  1.5: 1\n", 2, "$.a", "the key '1.5' is not text"),
         ("a: 1\n3: 1\n", 2, "$", "the key '3' is not text"),
         ("? [1, 2]\n: 1\n", 1, "$", "the key that is a list or a mapping is not text"),
         ("a: !!python/object/apply:os.system [ls]\n", 1, "$", ""),
@@ -121,6 +121,11 @@ def test_merge_keys_bring_in_what_is_not_written_out() -> None:
     tree = parse_document(text, "x").tree
     assert tree["use"] == {"x": 1, "w": 6, "y": 3}
     assert tree["again"] == {"x": 1, "y": {"z": 2}}
+
+
+def test_words_for_true_and_false_are_names_where_they_are_keys() -> None:
+    tree = parse_document('eval: {on: engine, "off": no}\n', "x").tree
+    assert tree == {"eval": {"on": "engine", "off": False}}
 
 
 def test_nested_aliases_can_not_blow_up() -> None:

@@ -4,10 +4,12 @@ import random
 from typing import Literal
 
 import pytest
+from msgspec import structs
 
-from realgraph.runtime.commands.actions import CheckpointWritten, EvalEnded, Send, StepEnded
+from realgraph.runtime.commands.actions import Checkpointed, CheckpointWritten, EvalEnded, Send, StepEnded
 from realgraph.runtime.job.eval_engines import eval_on_mistake
-from realgraph.runtime.wire.protocol import Evaluate, Submit
+from realgraph.runtime.scheduler.step_boundary import StepBoundary
+from realgraph.runtime.wire.protocol import Evaluate, Mean, Submit
 from tests.generating import generating_graph
 from tests.schedulers import copied
 from tests.shapes import Shape, graph_of, plan_of, random_shape
@@ -163,3 +165,20 @@ def test_a_graph_that_generates_more_than_once_has_no_engine_for_it() -> None:
     graph = generating_graph(shape)
     mistake = eval_on_mistake(graph, plan_of(shape, graph), "engine")
     assert mistake is not None and "the graph generates more than once" in mistake[0]
+
+
+def test_of_evaluations_with_equal_accuracy_the_higher_reward_is_the_best() -> None:
+    """Also after a resume: the state of a checkpoint has both."""
+    simulator = Simulator(random_shape(random.Random(0)), random.Random(0))
+    nothing = Checkpointed(0, {}, 0, 0, 0)
+    boundary = StepBoundary(simulator.job, nothing, n_eval_rows=1)
+
+    def judged(step: int, accuracy: float, reward: float) -> bool:
+        return boundary.judge(step, {"accuracy": Mean(accuracy), "reward": Mean(reward)})
+
+    assert judged(0, 1.0, 2.0) and judged(2, 1.0, 3.0)
+    assert not judged(3, 1.0, 3.0) and not judged(4, 0.5, 9.0)
+    state = structs.replace(nothing, best_step=2, best_value=boundary.best_value, best_reward=boundary.best_reward)
+    boundary = StepBoundary(simulator.job, state, n_eval_rows=1)
+    assert not judged(5, 1.0, 2.5)
+    assert judged(6, 1.0, 3.5)

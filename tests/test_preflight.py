@@ -157,7 +157,7 @@ def test_prompts_that_are_all_too_long_and_bad_rows_stop_it(tmp_path: Path) -> N
     calls = {"reward": reward("exact_match")}
     with pytest.raises(ConfigError) as error:
         preflight(make_job(tmp_path, calls, ROWS, max_prompt_tokens=1))
-    assert "the first 8 prompts are all too long" in str(error.value)
+    assert "the first 8 rows are all too long" in str(error.value)
     with pytest.raises(ConfigError) as error:
         preflight(make_job(tmp_path, calls, [*ROWS[:3], {"prompt": "1"}]))
     assert "a.jsonl:4: $.answer: this row lacks the column" in str(error.value)
@@ -166,7 +166,7 @@ def test_prompts_that_are_all_too_long_and_bad_rows_stop_it(tmp_path: Path) -> N
 def test_some_prompts_that_are_too_long_are_told(tmp_path: Path) -> None:
     rows = [{"prompt": "what is it you know? " * 9, "answer": "1"}, *ROWS]
     lines = preflight(make_job(tmp_path, {"reward": reward("exact_match")}, rows, max_prompt_tokens=9))
-    assert any("1 of the first 8 prompts are too long and are left out" in line for line in lines)
+    assert any("1 of the first 8 rows are too long and are left out" in line for line in lines)
 
 
 @pytest.mark.parametrize(

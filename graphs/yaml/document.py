@@ -294,8 +294,8 @@ class _Builder:
 
     def key(self, node: yaml.Node, here: Where) -> str | None:
         key = self.scalar(node, here) if isinstance(node, yaml.ScalarNode) else None
-        if isinstance(key, str):
-            return key
+        if isinstance(key, str | bool):
+            return str(node.value)  # `on: engine` is a name there: no key is true or false
         plain = isinstance(node, yaml.ScalarNode)
         if isinstance(node, yaml.ScalarNode) and self._refusal(node):
             return None  # and that is a problem already

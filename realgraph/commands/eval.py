@@ -12,6 +12,7 @@ from msgspec import Struct, field
 from realgraph.commands.run import FAILED, INTERRUPTED, execute, report
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.run.running import PreparedRun, beside, prepare
+from realgraph.run_file.eval_checks import scoring_mistakes
 from realgraph.runtime.data.row_files import lacks_split
 from realgraph.runtime.job.job import CheckpointSpec, EvalSpec
 from realgraph.runtime.job.manifest import MANIFEST, damage
@@ -72,6 +73,7 @@ def for_evaluation(prepared: PreparedRun, checkpoint: Path | None) -> PreparedRu
         text = "the run names no held-out data"
         hint = "add eval: {data: {path: ..., columns: ...}} to the run file"
         raise ConfigError([Problem(prepared.checked.where("$.eval"), text, hint)])
+    refuse_scoring(prepared, spec)
     graph, begun_at = job.graph, 0
     if checkpoint is not None:
         for name in graph.generates[:1]:  # the call that evaluations generate by
@@ -87,6 +89,14 @@ def for_evaluation(prepared: PreparedRun, checkpoint: Path | None) -> PreparedRu
         checkpoint=CheckpointSpec(),
     )
     return msgspec.structs.replace(beside(prepared, changed, "eval"), begun_at=begun_at)
+
+
+def refuse_scoring(prepared: PreparedRun, spec: EvalSpec) -> None:
+    """Refuse graphs that can't score held-out samples: run files without `eval` come unchecked. Raises ConfigError."""
+    mistakes = scoring_mistakes(spec, prepared.checked.composed.spec)
+    problems = [Problem(prepared.checked.where(path), text, hint, "eval") for path, text, hint in mistakes]
+    if problems:
+        raise ConfigError(problems)
 
 
 def step_of(model: Path) -> int:

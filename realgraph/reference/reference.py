@@ -90,7 +90,7 @@ Written by `realgraph schema` from the types that the loader uses; do not edit. 
 - Under `params` only names that the graph declares, at the type of its default; a whole number may stand for a float.
 - Where `when` is false, 0, empty or null, the role or call is out, with the calls, steps and terms that need it.
 - The YAML is OmegaConf's: `1e-5` is a number, dates are text, a key given twice is an error. `on`, `off`, `yes` and
-  `no` are true and false: quote them where text is meant.
+  `no` are true and false as values: quote them where text is meant.
 - Paths of models and data are relative to the run file (on the command line: to the working directory) where something
   is there; otherwise they are Hub ids. Models that bring their own code or only pickled weights are refused.
 """

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 from realgraph.graphs.check.switch import switch_off
 from realgraph.graphs.errors import suggest
-from realgraph.graphs.spec import Function, GraphSpec, leading_call
+from realgraph.graphs.functions import judged_key
+from realgraph.graphs.keys import EVALUATED
+from realgraph.graphs.spec import Function, GraphSpec, generate_calls, leading_call
 from realgraph.run_file.rollout_checks import Mistake
 from realgraph.run_file.run_spec import RunSpec
 from realgraph.runtime.data.row_files import lacks_split
@@ -15,15 +17,7 @@ LEAST_KEPT = 2  # checkpoints, so that one can be read while the next is saved
 
 def eval_mistakes(run: RunSpec, spec: EvalSpec, graph: GraphSpec) -> Iterator[Mistake]:
     """All of them."""
-    functions = [name for name, call in graph.calls.items() if isinstance(call, Function)]
-    if not functions:
-        text = "an evaluation samples and scores held-out prompts, and the graph has no function that scores"
-        yield "$.eval", text, "leave eval out, or add a function call that reads the text of samples"
-        return
-    if spec.call not in functions:
-        text = f"{spec.call!r} is not a function call of the graph, so it can't score samples"
-        yield "$.eval.call", text, suggest(spec.call, functions)
-    yield from _later_texts(spec, graph)
+    yield from scoring_mistakes(spec, graph)
     if max(spec.k, default=1) > spec.n:
         text = f"pass@{max(spec.k)} needs at least {max(spec.k)} samples a prompt, but eval.n is {spec.n}"
         yield "$.eval.k", text, f"set eval.n to {max(spec.k)} or more"
@@ -52,12 +46,44 @@ def _unsaved(run: RunSpec, spec: EvalSpec) -> Iterator[Mistake]:
         yield "$.checkpoint.keep", text, f"set checkpoint.keep to {LEAST_KEPT} or more, or leave eval.on out"
 
 
-def _later_texts(spec: EvalSpec, graph: GraphSpec) -> Iterator[Mistake]:
-    """An evaluation generates by the call that makes the samples of groups, and by no other."""
+def scoring_mistakes(spec: EvalSpec, graph: GraphSpec) -> Iterator[Mistake]:
+    """An evaluation scores samples of the leading call, each for itself, by a function and those that it reads of."""
     live, _ = switch_off(graph)
-    call, leading = live.calls.get(spec.call), leading_call(live)
-    for key in call.keywords.values() if isinstance(call, Function) else ():
-        name = key.partition(".")[0]
-        if name != key and name in live.calls and name != leading:
-            text = f"{spec.call!r} reads {key!r}, but an evaluation generates by {leading!r} alone"
-            yield "$.eval.call", text, f"name a call that reads {leading}.text"
+    if not leading_call(live):
+        text = "the graph generates nothing, and an evaluation scores what is generated"
+        yield "$.eval", text, "leave eval out"
+        return
+    given = _given(live)
+    able = [name for name in live.calls if not any(_unable(name, live, given))]
+    for text in _unable(spec.call, live, given):
+        hint = f"name a function that can: {', '.join(able)}" if able else "leave eval out, or add a function that can"
+        yield "$.eval.call", text, suggest(spec.call, able) if able and spec.call not in live.calls else hint
+
+
+def _given(live: GraphSpec) -> set[str]:
+    """The keys that an evaluation has of a sample: inputs, what it generates, and what functions make of these."""
+    several, leading = len(generate_calls(live)) > 1, leading_call(live)
+    given = {f"{leading}.{key}" if several else key for key in EVALUATED} | live.inputs.keys()
+    functions = [call for call in live.calls.values() if isinstance(call, Function) and call.over == "sample"]
+    while more := [call for call in functions if given.issuperset(call.keywords.values())]:
+        given |= {key for call in more for key in call.writes}
+        functions = [call for call in functions if call not in more]
+    return given
+
+
+def _unable(name: str, live: GraphSpec, given: set[str]) -> Iterator[str]:
+    """The reasons why the call `name` can't score held-out samples, of which there are the keys `given`."""
+    call, leading = live.calls.get(name), leading_call(live)
+    if not isinstance(call, Function):
+        yield f"{name!r} is not a function call of the graph, so it can't score samples"
+        return
+    if call.over != "sample":
+        yield f"{name!r} works over a {call.over}, but an evaluation scores each sample for itself"
+    for key in call.keywords.values():
+        maker = key.partition(".")[0]
+        if maker != key and maker in live.calls and maker != leading:
+            yield f"{name!r} reads {key!r}, but an evaluation generates by {leading!r} alone"
+        elif key not in given:
+            yield f"{name!r} reads {key!r}, but an evaluation has {', '.join(sorted(given))} alone"
+    if not judged_key(live.calls, name):
+        yield f"{name!r} writes no number a sample to judge it by"

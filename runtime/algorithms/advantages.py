@@ -292,6 +292,7 @@ def _gae(work: AdvantagePipeline, step: GAE) -> None:
     """A[t] = delta[t] + gamma lam A[t + 1], delta[t] = r[t] + gamma V[t + 1] - V[t], over sampled tokens.
 
     V[t] is the value of the state before token t; beyond the last sampled token it is 0. returns = A + V.
+    explained_variance: 1 - variance of (returns - V) / variance of returns, over sampled tokens.
     Source: Schulman et al. 2015, arXiv:1506.02438, eq. 16.
     """
     rewards, values = work.token_rewards()[work.sampled], work.key(step.values)[work.sampled]
@@ -300,6 +301,9 @@ def _gae(work: AdvantagePipeline, step: GAE) -> None:
     deltas = rewards + step.gamma * following - values
     advantages = suffix_sums(deltas, work.remaining, step.gamma * step.lam)
     work.returns = _scatter(work, advantages + values)
+    variance = float((advantages + values).var(correction=0)) if len(values) else 0.0
+    if variance > 0:
+        work.metrics["explained_variance"] = Mean(1 - float(advantages.var(correction=0)) / variance)
     work.become_tokens(_scatter(work, advantages))
 
 

@@ -247,7 +247,6 @@ def entropy(term: Entropy, view: View) -> tuple[Tensor, Stats]:
 def value(term: Value, view: View) -> tuple[Tensor, Stats]:
     """coef x half the squared error of the critic, the worse of plain and clipped around the old values; [T].
 
-    The statistics let a reader form the explained variance, `1 - value_error / (return_square - return_mean^2)`.
     Source: PPO2 of OpenAI baselines, `ppo2/model.py`; Huang et al. 2022, "The 37 implementation details of PPO", no. 9.
     """
     values, returns = view.output("values"), view.key(term.returns)

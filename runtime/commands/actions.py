@@ -55,6 +55,7 @@ class Checkpointed(Struct, frozen=True, forbid_unknown_fields=True):
     carried: dict[str, dict[str, float]] = field(default_factory=dict)  # call -> its carried numbers
     best_step: int = -1  # completed steps at the best evaluation so far; -1: none yet
     best_value: float = 0.0
+    best_reward: float = 0.0  # of that evaluation: of equal values the higher one counts
     evaluated_step: int = -1  # completed steps at the last evaluation
     copies: dict[str, int] = field(default_factory=dict)  # call -> version of its own copy of trained weights
     format: int = STATE_FORMAT

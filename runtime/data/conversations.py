@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from realgraph.graphs.errors import Where, suggest
-from realgraph.runtime.data.row_content import problem
+from realgraph.runtime.data.row_content import kind, problem
 from realgraph.runtime.data.tokenize import Template, Tokenizer, prompt_text
 from realgraph.runtime.job.job import DataSpec
 
@@ -25,12 +25,6 @@ class Misplaced(ValueError):
     def __init__(self, path: str, text: str) -> None:
         super().__init__(text)
         self.path = path
-
-
-def kind(value: Any) -> str:
-    """A wrong value, for a problem."""
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
 def template_names(tokenizer: Tokenizer) -> frozenset[str]:

@@ -9,12 +9,12 @@ from msgspec import Struct, field
 
 from realgraph.graphs.errors import Where, suggest
 from realgraph.graphs.graph import Graph
-from realgraph.graphs.keys import MASK, OF_DATA, TOKENS, DType, KeyType, fits
+from realgraph.graphs.keys import MASK, OF_DATA, TOKENS, KeyType
 from realgraph.graphs.spec import Generate, Train
 from realgraph.runtime.data.chats import chat_sample
 from realgraph.runtime.data.columns import column_names, value_at
-from realgraph.runtime.data.conversations import Conversation, Conversations, Misplaced, kind
-from realgraph.runtime.data.row_content import cell_value, problem
+from realgraph.runtime.data.conversations import Conversation, Conversations, Misplaced
+from realgraph.runtime.data.row_content import cell_value, kind, number, problem
 from realgraph.runtime.data.row_files import RawRow, open_rows
 from realgraph.runtime.data.tokenize import BARE, Template, Tokenizer, plain_sample, prompt_tokens
 from realgraph.runtime.job.job import DataSpec
@@ -44,7 +44,7 @@ class PromptConversation(NamedTuple):
 
 
 class TooLong(Struct, frozen=True):
-    """A row that is left out: a prompt of `n_tokens` where `limit` are allowed (`too_long: drop`)."""
+    """A row that is left out: a prompt or sequence of `n_tokens` where `limit` are allowed (`too_long: drop`)."""
 
     index: int
     n_tokens: int
@@ -52,11 +52,11 @@ class TooLong(Struct, frozen=True):
 
 
 class _Overflow(Exception):
-    """A prompt is too long, and such rows are dropped."""
+    """A prompt or a sequence is too long, and such rows are dropped."""
 
-    def __init__(self, n_tokens: int) -> None:
+    def __init__(self, n_tokens: int, limit: int) -> None:
         super().__init__(n_tokens)
-        self.n_tokens = n_tokens
+        self.n_tokens, self.limit = n_tokens, limit
 
 
 def tokenizer_source(graph: Graph) -> tuple[str, str | None]:
@@ -98,15 +98,22 @@ class DataSet:
     inputs: name -> type of the keys that the graph takes from the data. A key `k` stands in the column
     `spec.columns[k]`, or `k`. The keys `tokens` and `mask` are made of the columns `prompt` and `response`, or
     `messages`; with two samples a group, of `chosen` and `rejected` (texts after `prompt`, or chats); or they are
-    columns themselves. So are those of OF_DATA, of one sequence a row beside generated samples.
+    columns themselves. So are those of OF_DATA, of one sequence a row beside generated samples. max_new_tokens: of
+    the run; a sequence has at most so many beside `spec.max_prompt_tokens`. None: any number.
 
     Raises ConfigError for missing columns and inputs that data can't give.
     """
 
     def __init__(
-        self, spec: DataSpec, inputs: Mapping[str, KeyType], tokenizer: Tokenizer, samples_per_group: int = 1
+        self,
+        spec: DataSpec,
+        inputs: Mapping[str, KeyType],
+        tokenizer: Tokenizer,
+        samples_per_group: int = 1,
+        max_new_tokens: int | None = None,
     ) -> None:
         self._spec, self._inputs, self._tokenizer, self._n = spec, dict(inputs), tokenizer, samples_per_group
+        self._max_new_tokens = max_new_tokens
         self._rows = open_rows(spec)
         self.columns = self._rows.columns
         self._chats = Conversations(spec, tokenizer)
@@ -134,10 +141,10 @@ class DataSet:
                 if key.level == "group" and name not in OF_DATA
             }
             if self._beside:
-                group |= zip(OF_DATA, self._tokens_and_masks(index, raw, template)[0], strict=True)
+                group |= zip(OF_DATA, self._sequences(index, raw, template)[0], strict=True)
             samples = self._samples(index, raw, template) if self._from_data else ()
         except _Overflow as overflow:
-            return TooLong(index, overflow.n_tokens, self._spec.max_prompt_tokens)
+            return TooLong(index, overflow.n_tokens, overflow.limit)
         return DataRow(index, group, samples, raw)
 
     def asked(self, row: DataRow, name: str) -> PromptConversation:
@@ -237,7 +244,7 @@ class DataSet:
                 if isinstance(value, bool) or value in (0, 1):
                     return bool(value)
             case "int32" | "int64" | "float32" | "float64":
-                return _number(value, key.dtype)
+                return number(value, key.dtype)
             case "experts":
                 pass  # generation's to choose
         raise ValueError(f"expected {key.dtype}, got {kind(value)}")
@@ -261,23 +268,24 @@ class DataSet:
         """A prompt within its limit, by the policy for those that are too long. Raises _Overflow, or ValueError."""
         return tokens[self._excess(len(tokens)) :]
 
-    def _excess(self, n_tokens: int) -> int:
-        """Number of tokens to cut from the left of a prompt."""
-        limit = self._spec.max_prompt_tokens
+    def _excess(self, n_tokens: int, max_new_tokens: int | None = None) -> int:
+        """Number of tokens to cut from the left of a prompt, or of a sequence with at most so many beside one."""
+        limit = self._spec.max_prompt_tokens + (max_new_tokens or 0)
         if n_tokens <= limit:
             return 0
         match self._spec.too_long:
             case "drop":
-                raise _Overflow(n_tokens)
+                raise _Overflow(n_tokens, limit)
             case "truncate_left":
                 return n_tokens - limit
             case "fail":
-                raise ValueError(f"the prompt has {n_tokens} tokens, more than data.max_prompt_tokens = {limit}")
+                what, more = ("prompt", "") if max_new_tokens is None else ("sequence", " + batch.max_new_tokens")
+                raise ValueError(f"the {what} has {n_tokens} tokens, more than data.max_prompt_tokens{more} = {limit}")
 
     # --- whole samples ------------------------------------------------------------------------------------------------
 
     def _samples(self, index: int, raw: RawRow, template: Template) -> tuple[dict[str, Any], ...]:
-        pieces = self._tokens_and_masks(index, raw, template)
+        pieces = self._sequences(index, raw, template)
         samples = tuple({TOKENS: tokens, MASK: mask} for tokens, mask in pieces)
         for name, key in self._inputs.items():
             if key.level not in ("sample", "token") or name in (TOKENS, MASK):
@@ -299,6 +307,16 @@ class DataSet:
             if not isinstance(item, list) or len(item) != len(sample[TOKENS]):
                 raise ValueError(f"expected a list of {len(sample[TOKENS])}, one value a token, got {kind(item)}")
         return [[self._value(one, KeyType("sample", key.dtype), typed=True) for one in item] for item in values]
+
+    def _sequences(self, index: int, raw: RawRow, template: Template) -> list[tuple[list[int], list[bool]]]:
+        """Tokens and masks of the row's sequences, within their limit. No first token is learnt: it follows nothing."""
+        found = self._tokens_and_masks(index, raw, template)
+        try:
+            limit = self._max_new_tokens
+            excess = [0 if limit is None else self._excess(len(tokens), limit) for tokens, _ in found]
+        except ValueError as error:
+            raise problem(self._rows.where(index), str(error)) from error
+        return [(tokens[n:], [False, *mask[n + 1 :]]) for n, (tokens, mask) in zip(excess, found, strict=True)]
 
     def _tokens_and_masks(self, index: int, raw: RawRow, template: Template) -> list[tuple[list[int], list[bool]]]:
         chats = self._chats
@@ -360,18 +378,6 @@ class DataSet:
         tokens, mask = sample
         excess = self._excess(mask.index(True))
         return tokens[excess:], mask[excess:]
-
-
-def _number(value: Any, dtype: DType) -> int | float:
-    """A number of the dtype. Raises ValueError."""
-    whole = dtype in ("int32", "int64")
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if not fits(value, dtype):
-            raise ValueError(f"expected a finite number within {dtype}, got {kind(value)}")
-        if not whole or int(value) == value:
-            return int(value) if whole else float(value)
-    hint = ": a number stands without quotes" if isinstance(value, str) else ""
-    raise ValueError(f"expected {dtype}, got {kind(value)}{hint}")
 
 
 def _mask(value: Any) -> list[bool]:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 import msgspec
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.graphs.keys import DType
+from realgraph.graphs.keys import DType, fits
 
 Form = Literal["JSON lines", "CSV", "parquet"]
 
@@ -243,3 +243,21 @@ def _number(text: str) -> int | float:
             return float(text)
         except ValueError:
             raise ValueError(f"expected a number, got {text!r}" if text else "expected a number, got nothing") from None
+
+
+def kind(value: Any) -> str:
+    """A wrong value, for a problem."""
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def number(value: Any, dtype: DType) -> int | float:
+    """A number of the dtype. Raises ValueError."""
+    whole = dtype in ("int32", "int64")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if not fits(value, dtype):
+            raise ValueError(f"expected a finite number within {dtype}, got {kind(value)}")
+        if not whole or int(value) == value:
+            return int(value) if whole else float(value)
+    hint = ": a number stands without quotes" if isinstance(value, str) else ""
+    raise ValueError(f"expected {dtype}, got {kind(value)}{hint}")

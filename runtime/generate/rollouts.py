@@ -191,10 +191,10 @@ class Rollouts:
         self._n_beside = len(requests)
         self.engine.submit(requests)
 
-    def take_beside(self) -> list[Completion]:
-        """The samples that `submit_beside` asked for, once all have ended; until then none."""
+    def take_beside(self) -> list[Completion] | None:
+        """The samples that `submit_beside` asked for, once all have ended; until then None."""
         if len(self._beside) < self._n_beside:
-            return []
+            return None
         done, self._beside, self._n_beside = self._beside, [], 0
         return done
 

@@ -45,7 +45,9 @@ class DataSpec(Struct, frozen=True, forbid_unknown_fields=True):
     template_args: dict[str, Any] = field(default_factory=dict)  # of the chat template, such as enable_thinking
     tools: tuple[dict[str, Any], ...] | None = None  # JSON schemas of tools, for the chat template
     max_prompt_tokens: Count = 1024  # longest prompt; memory is planned for it
-    too_long: Literal["drop", "truncate_left", "fail"] = "drop"  # prompts over max_prompt_tokens
+    too_long: Literal["drop", "truncate_left", "fail"] = (
+        "drop"  # prompts over max_prompt_tokens; sequences over it + batch.max_new_tokens
+    )
     truncated: Literal["keep", "mask"] = "keep"  # samples cut at max_new_tokens: train on them, or leave them out
 
 
@@ -70,6 +72,7 @@ EvalOn = Literal["engine", "interleaved", "checkpoint"]
 class EvalSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """Held-out evaluation every `every` steps: the reward function over n samples a prompt; best checkpoint kept.
 
+    Samples are judged by what an advantage takes for the reward of all that `call` writes, else by its first number.
     `on`: of asynchronous runs, whose training and generation go on meanwhile: `engine`: the last data-parallel replica
     of the call that generates evaluates, and keeps its weights until then; `interleaved`: all do, beside the groups
     that they are making. By default all of the run stands still. `checkpoint`: that replica evaluates each checkpoint

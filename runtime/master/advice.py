@@ -8,6 +8,7 @@ from realgraph.graphs.spec import ModelCall, Train
 
 FLAT_STEPS = 5  # in a row, before equal rewards are worth a note
 FLAT_TOLERANCE = 1e-9  # relative to the mean square: below it rewards differ by rounding only
+SKIPPED = "batch/skipped_groups"
 MASKED_SHARE = 0.05  # of sampled tokens that are masked, for their age or by `off_policy`: more is worth a note
 
 
@@ -29,7 +30,12 @@ class Advice:
                 f"{overdue:.0%} of its sampled tokens were older than `staleness` allows and were left out of the loss"
             )
             hint = _fix(metrics)
-            if what == "empty_steps" and value and self._first(name):
+            if name == SKIPPED and value and self._first(name):
+                yield (
+                    f"{value:.0f} rows of this step were left out, since their prompts or sequences are too long: "
+                    "raise `data.max_prompt_tokens` or `batch.max_new_tokens`, or set `data.too_long`"
+                )
+            elif what == "empty_steps" and value and self._first(name):
                 yield (
                     f"{call} took no optimizer step for {value:.0f} of its mini-batches: no token had a part in the "
                     f"loss; {f'{old}: {hint}' if overdue else 'all of them are masked, or weigh nothing'}"

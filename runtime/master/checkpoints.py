@@ -144,7 +144,7 @@ def read_state(checkpoint: Path) -> Checkpointed:
         "open": list(state.open) != sorted({group for group in state.open if 0 <= group < state.next_group}),
         "n_trained": state.n_trained + state.n_discarded + len(state.open) != state.next_group,
         "a negative number": min((*counts, *versions), default=0) < 0,
-        "a number": not all(map(math.isfinite, (state.best_value, *numbers))),
+        "a number": not all(map(math.isfinite, (state.best_value, state.best_reward, *numbers))),
     }
     for what, is_wrong in wrong.items():
         if is_wrong:

@@ -45,16 +45,18 @@ def preflight(job: Job) -> list[str]:
     path, revision = tokenizer_source(job.graph)
     tokenizer = load_tokenizer(path, revision)
     inputs = {key.name: key.type for key in job.graph.inputs}
-    data = DataSet(job.data, inputs, tokenizer, job.graph.samples_per_group)
+    data = DataSet(job.data, inputs, tokenizer, job.graph.samples_per_group, job.batch.max_new_tokens)
     rows = [data.row(i) for i in range(min(N_ROWS, len(data)))]
     kept = [row for row in rows if isinstance(row, DataRow)]
     lines = _describe(job, data, rows, tokenizer)
     if not kept:
-        lengths = ", ".join(str(row.n_tokens) for row in rows if isinstance(row, TooLong))
-        text = f"the first {len(rows)} prompts are all too long: {lengths} tokens"
-        raise ConfigError(
-            [Problem(data.where(0), text, f"raise data.max_prompt_tokens = {job.data.max_prompt_tokens}")]
-        )
+        long = [row for row in rows if isinstance(row, TooLong)]
+        text = f"the first {len(rows)} rows are all too long: {', '.join(str(row.n_tokens) for row in long)} tokens"
+        if all(row.limit > job.data.max_prompt_tokens for row in long):  # whole sequences
+            hint = f"raise batch.max_new_tokens = {job.batch.max_new_tokens}"
+        else:
+            hint = f"raise data.max_prompt_tokens = {job.data.max_prompt_tokens}"
+        raise ConfigError([Problem(data.where(0), text, hint)])
     lines += check_tokens(job, data, kept, tokenizer)
     calls = job.graph.calls.items()
     functions = {name: call for name, call in calls if isinstance(call, Function) and call.fn != GATHERED}
@@ -124,7 +126,7 @@ def _describe(job: Job, data: DataSet, rows: Sequence[DataRow | TooLong], tokeni
     kept = [row for row in rows if isinstance(row, DataRow)]
     lines = [f"data: {len(data):,} rows of {job.data.path}"]
     if len(kept) < len(rows):
-        lines.append(f"  {len(rows) - len(kept)} of the first {len(rows)} prompts are too long and are left out")
+        lines.append(f"  {len(rows) - len(kept)} of the first {len(rows)} rows are too long and are left out")
     for name, key in ((key.name, key.type) for key in job.graph.inputs):
         if key.dtype == "tokens" and key.level == "group" and kept:
             lines.append(f"  {name}: {_lengths([len(row.group[name]) for row in kept])} tokens")

@@ -57,18 +57,17 @@ class Scheduler:
         self._job, self._workers, self._n_rows, self._n_eval_rows = job, tuple(workers), n_rows, n_eval_rows
         self._program = make_program(job, workers)
         self._fresh = state is None
-        self._last_state = state or Checkpointed(0, dict.fromkeys(self._program.trains, 0), 0, 0, 0)
+        self._last_state = last = state or Checkpointed(0, dict.fromkeys(self._program.trains, 0), 0, 0, 0)
         # what frozen weights made, or was only loaded, never gets too old
         overdue = job.overdue if self._program.paced else "allow"
         self._ledger = Ledger(job.batch.groups, job.staleness, overdue, job.plan.staleness, job.batch.surplus)
-        last = self._last_state
         self._ledger.restore(last.next_group, last.open, last.n_trained, last.n_discarded)
         self._tasks = Tasks()
-        self._boundary = StepBoundary(job, self._last_state, n_eval_rows)
+        self._boundary = StepBoundary(job, last, n_eval_rows)
         self._collection = Collection(job, self._program, self._ledger, self._tasks)
-        self._collection.step = self._last_state.step
-        self._steps = OpenSteps(job, self._program, self._tasks, self._last_state)
-        self._devices = Devices(job, self._program, self._steps, self._collection, self._last_state)
+        self._collection.step = last.step
+        self._steps = OpenSteps(job, self._program, self._tasks, last)
+        self._devices = Devices(job, self._program, self._steps, self._collection, last)
         self._boundary_runner = BoundaryRunner(job, self._program, self._boundary, self._steps, self._devices)
         inner = self._ledger, self._collection, self._steps, self._devices, self._boundary_runner
         self._losses = EngineLosses(job, *inner)
@@ -275,6 +274,7 @@ class Scheduler:
             carried={call: dict(numbers) for call, numbers in self._steps.carried.items()},
             best_step=self._boundary.best_step,
             best_value=self._boundary.best_value,
+            best_reward=self._boundary.best_reward,
             evaluated_step=self._boundary.evaluated_step,
             copies=dict(self._devices.copies),
         )

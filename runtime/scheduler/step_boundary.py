@@ -10,7 +10,11 @@ from realgraph.runtime.commands.actions import Checkpointed
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.wire.protocol import Metric
 
-BEST_BY = ("accuracy", "pass@1", "reward")  # the first of these that an evaluation reports decides which is best
+BEST_BY = (
+    "accuracy",
+    "pass@1",
+    "reward",
+)  # the first of these that an evaluation reports decides which is best, then its reward
 
 
 class BoundaryWork(Struct, frozen=True):
@@ -29,6 +33,7 @@ class BoundaryImage(Struct, frozen=True):
     queue: tuple[BoundaryWork, ...]
     best_step: int
     best_value: float
+    best_reward: float
     evaluated_step: int
     saved_at: float
     due: int
@@ -44,7 +49,7 @@ class StepBoundary:
         self.saved = state.step
         self.stopping = False
         self.queue: deque[BoundaryWork] = deque()
-        self.best_step, self.best_value = state.best_step, state.best_value
+        self.best_step, self.best_value, self.best_reward = state.best_step, state.best_value, state.best_reward
         self.evaluated_step = state.evaluated_step
         self._saves = not job.rollout_alone
         self._every_save = job.checkpoint.every if self._saves else 0
@@ -63,7 +68,7 @@ class StepBoundary:
     @property
     def image(self) -> BoundaryImage:
         """All that it has."""
-        best = (self.best_step, self.best_value, self.evaluated_step)
+        best = (self.best_step, self.best_value, self.best_reward, self.evaluated_step)
         return BoundaryImage(
             self.target,
             self.saved,
@@ -84,7 +89,8 @@ class StepBoundary:
             image.stopping,
             deque(image.queue),
         )
-        self.best_step, self.best_value, self.evaluated_step = image.best_step, image.best_value, image.evaluated_step
+        self.best_step, self.best_value, self.best_reward = image.best_step, image.best_value, image.best_reward
+        self.evaluated_step = image.evaluated_step
         self._saved_at, self._due, self.evaluation = image.saved_at, image.due, image.evaluation
         self._written = deque(image.written, self._written.maxlen)
 
@@ -161,16 +167,20 @@ class StepBoundary:
     def judge(self, step: int, metrics: Mapping[str, Metric], *, beside: bool = False) -> bool:
         """True where this evaluation is better than all before it: it is remembered, and its weights are saved.
 
+        Of equal ones, such as where every sample is right, the one with the higher reward is better.
         Of step 0 nothing is saved: those weights are the run's own starting point. beside: the run has gone on since;
         then its weights have to be saved already.
         """
         self.evaluated_step = step
         value = next((metrics[name].value for name in BEST_BY if name in metrics), None)
-        if value is None or (self.best_step >= 0 and value <= self.best_value):
+        if value is None:
+            return False
+        reward = metrics["reward"].value if "reward" in metrics else 0.0
+        if self.best_step >= 0 and (value, reward) <= (self.best_value, self.best_reward):
             return False
         if beside and step and step not in self._written:
             return False
-        self.best_step, self.best_value = step, value
+        self.best_step, self.best_value, self.best_reward = step, value, reward
         if step and not beside and step != self.saved and BoundaryWork("save", step) not in self.queue:
             self.queue.append(BoundaryWork("save", step))
         return True

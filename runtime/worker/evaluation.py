@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.graphs.keys import FINISHED, GENERATED, TEXT, is_prompt
+from realgraph.graphs.functions import judged_key
+from realgraph.graphs.graph import Graph
+from realgraph.graphs.keys import FINISHED, TEXT, is_prompt
 from realgraph.graphs.spec import Function
 from realgraph.runtime.engine import Completion, Request
 from realgraph.runtime.functions.functions import Unit, keywords_of
@@ -18,8 +19,6 @@ from realgraph.runtime.wire.protocol import Done, Evaluate, Mean
 from realgraph.runtime.worker.function_calls import FunctionFailed
 from realgraph.runtime.worker.loading import Loading, Prompt
 from realgraph.runtime.worker.resources import Resources
-
-EVALUATION_KEYS = (TEXT, FINISHED)  # generated keys that an evaluation has; inputs are the others
 
 
 def pass_at_k(n: int, n_right: int, k: int) -> float:
@@ -32,33 +31,14 @@ def pass_at_k(n: int, n_right: int, k: int) -> float:
     return 1.0 - math.comb(n - n_right, k) / math.comb(n, k)
 
 
-def check_eval(job: Job, spec: EvalSpec) -> Function:
-    """The function that scores. Raises ConfigError where it can't score samples alone."""
-    call = job.graph.calls.get(spec.call)
-    problems = []
-    if not isinstance(call, Function) or call.over != "sample":
-        text = f"{spec.call!r} is no function call over samples, so it can't score held-out samples"
-        raise ConfigError([Problem(Where(path="$.eval.call"), text, "name the reward function's call")])
-    inputs = {key.name for key in job.graph.inputs}
-    own = {f"{job.graph.leading}.{key}" if job.graph.leading else key: key for key in GENERATED}
-    for key in job.graph.reads[spec.call]:
-        if own.get(key) not in EVALUATION_KEYS and key not in inputs:
-            what = "a generated key" if key in own else "the key of another call"
-            text = f"{spec.call!r} reads {key!r}, {what} that an evaluation does not have"
-            may = [key for key, plain in own.items() if plain in EVALUATION_KEYS]
-            hint = f"it may read {', '.join(may)} and inputs"
-            problems.append(Problem(Where(path="$.eval.call"), text, hint))
-    numbers = [k for k in job.graph.writes[spec.call] if job.graph.keys[k].type.dtype in ("float32", "float64", "bool")]
-    if not numbers:
-        text = f"{spec.call!r} writes no number to judge samples by"
-        problems.append(Problem(Where(path="$.eval.call"), text))
-    for k in spec.k:
-        if k > spec.n:
-            text = f"pass@{k} needs at least {k} samples a prompt, but eval.n is {spec.n}"
-            problems.append(Problem(Where(path="$.eval.k"), text, f"set eval.n to {k} or more"))
-    if problems:
-        raise ConfigError(problems)
-    return call
+def _scorers(graph: Graph, name: str) -> list[str]:
+    """The function `name` after those that write what it reads, and what these read."""
+    wanted, found = [name], list[str]()
+    while wanted:
+        found.append(wanted.pop())
+        makers = graph.producers(found[-1])
+        wanted += [one for one in makers if isinstance(graph.calls.get(one), Function) and one not in found]
+    return [one for one in graph.calls if one in found]
 
 
 class _OpenEvaluation(NamedTuple):
@@ -106,8 +86,8 @@ class Evaluation:
     def take(self) -> Callable[[], Done] | None:
         """The rest of the evaluation that `begin` has begun, once its samples are there: scores and metrics, from any
         thread. It raises what `run` raises."""
-        done = self._rollouts.take_beside() if self._rollouts is not None and self._open is not None else []
-        if not done:
+        done = self._rollouts.take_beside() if self._rollouts is not None and self._open is not None else None
+        if done is None:
             return None
         begun, self._open = self._open, None
         assert begun is not None
@@ -148,7 +128,7 @@ class Evaluation:
             worker=self._worker,
             task=command.task,
             call="evaluate",
-            metrics=self._metrics(spec, len(prompts), scores, completions),
+            metrics=self._metrics(begun, spec, scores, completions),
             started=begun.started,
             ended=time.time(),
             transcripts=self._transcripts(spec, prompts, texts, scores),
@@ -157,32 +137,49 @@ class Evaluation:
     def _score(
         self, begun: _OpenEvaluation, spec: EvalSpec, completions: Mapping[int, Completion], texts: Mapping[int, str]
     ) -> dict[int, float]:
-        call, prompts = check_eval(self._job, spec), begun.prompts
-        units, graph = [], self._job.graph
+        """By the function of `eval.call`, after those whose keys it reads."""
+        graph = self._job.graph
+        known: dict[int, dict[str, Any]] = {}
         for index in sorted(completions):
             made = {TEXT: texts[index], FINISHED: completions[index].finished}
-            known: dict[str, Any] = {f"{graph.leading}.{k}" if graph.leading else k: v for k, v in made.items()}
-            known |= prompts[index // spec.n].values
-            given = {key: known[key] for key in graph.reads[spec.call]}
+            named = {f"{graph.leading}.{key}" if graph.leading else key: value for key, value in made.items()}
+            known[index] = named | begun.prompts[index // spec.n].values
+        for name in _scorers(graph, spec.call):
+            self._run_function(name, known, beside=begun.command.beside)
+        judged = judged_key(graph.calls, spec.call)
+        return {index: float(values[judged]) for index, values in known.items()}
+
+    def _run_function(self, name: str, known: Mapping[int, dict[str, Any]], *, beside: bool) -> None:
+        """Add what a function writes to what is known of each sample."""
+        graph = self._job.graph
+        call = graph.calls[name]
+        assert isinstance(call, Function), "the checks refuse others"
+        units = []
+        for index, values in known.items():
+            given = {key: values[key] for key in graph.reads[name]}
             prompts_read = [key for key in given if is_prompt(graph.keys[key].type)]
             units.append(Unit((index,), keywords_of(call, given, prompts_read, self._loading.decode)))
-        size = (
-            1 if begun.command.beside else len(units)
-        )  # one after the other, so that functions of groups get their turns
+        size = 1 if beside else max(1, len(units))  # one after the other, so that functions of groups get their turns
         parts = [units[start : start + size] for start in range(0, len(units), size)]
-        results = [result for part in parts for result in self._host.run(spec.call, call, part)]
-        name = next(iter(self._job.graph.writes[spec.call]))
-        scores: dict[int, float] = {}
+        results = [result for part in parts for result in self._host.run(name, call, part)]
         for unit, result in zip(units, results, strict=True):
             if result.error and call.on_error == "fail":
                 raise FunctionFailed(result)
-            scores[unit.samples[0]] = float(result.values[name])
-        return scores
+            known[unit.samples[0]].update(result.values)
 
     def _metrics(
-        self, spec: EvalSpec, n_prompts: int, scores: Mapping[int, float], completions: Mapping[int, Completion]
+        self,
+        begun: _OpenEvaluation,
+        spec: EvalSpec,
+        scores: Mapping[int, float],
+        completions: Mapping[int, Completion],
     ) -> dict[str, Mean]:
-        """Sums over this worker's prompts: they merge with those of the others."""
+        """Sums over this worker's prompts: they merge with those of the others. skipped: share of rows left out, whose
+        prompts are too long."""
+        n_prompts, n_rows = len(begun.prompts), len(begun.command.rows)
+        skipped = {"skipped": Mean(float(n_rows - n_prompts), float(n_rows))}
+        if not scores:
+            return skipped
         right = {index: score >= spec.threshold for index, score in scores.items()}
         n = float(len(scores))
         metrics = {
@@ -190,6 +187,7 @@ class Evaluation:
             "reward": Mean(sum(scores.values()), n),
             "new_tokens": Mean(float(sum(len(done.tokens) for done in completions.values())), n),
             "finished": Mean(float(sum(done.finished for done in completions.values())), n),
+            **skipped,
         }
         if spec.n == 1:
             return metrics

@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from realgraph.graphs.graph import INPUT, Graph
+from realgraph.graphs.graph import INPUT
 from realgraph.graphs.keys import OF_DATA, TOKENS
 from realgraph.graphs.spec import Generate
 from realgraph.runtime.data.data import DataRow, DataSet, PromptConversation, TooLong, tokenizer_source
@@ -31,10 +31,11 @@ class Prompt(Struct, frozen=True):
     values: dict[str, Any]
 
 
-def open_data(spec: DataSpec, graph: Graph, tokenizer: Tokenizer, *, held_out: bool = False) -> DataSet:
-    """A data set as this graph's inputs; of held-out rows nothing is trained on. Raises ConfigError."""
+def open_data(spec: DataSpec, job: Job, tokenizer: Tokenizer, *, held_out: bool = False) -> DataSet:
+    """A data set as the graph's inputs; of held-out rows nothing is trained on. Raises ConfigError."""
+    graph = job.graph
     inputs = {key.name: key.type for key in graph.inputs if not (held_out and key.name in OF_DATA)}
-    return DataSet(spec, inputs, tokenizer, graph.samples_per_group)
+    return DataSet(spec, inputs, tokenizer, graph.samples_per_group, job.batch.max_new_tokens)
 
 
 class Loading:
@@ -44,12 +45,12 @@ class Loading:
         self._job = job
         self.tokenizer = load_tokenizer(*tokenizer_source(job.graph))
         self.own_tokens = open_own_tokens(job.graph)
-        self._data = open_data(job.data, job.graph, self.tokenizer)
+        self._data = open_data(job.data, job, self.tokenizer)
         self.n_rows = len(self._data)
         self._a_step = job.batch.groups + job.batch.surplus
         self._ahead = ReadAhead(self._data.row, 2 * self._a_step)
         held_out = job.held_out
-        self._eval = open_data(held_out, job.graph, self.tokenizer, held_out=True) if held_out is not None else None
+        self._eval = open_data(held_out, job, self.tokenizer, held_out=True) if held_out is not None else None
         limit = job.eval.limit if job.eval is not None else None
         n_eval = len(self._eval) if self._eval is not None else 0
         self.n_eval_rows = min(n_eval, limit) if limit is not None else n_eval
