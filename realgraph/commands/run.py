@@ -17,6 +17,7 @@ from realgraph.run.costs_record import CostsFile, Planned
 from realgraph.run.ending import next_lines
 from realgraph.run.given_servers import check_given_servers
 from realgraph.run.launching import launcher_of, loading, tell_needs
+from realgraph.run.plan_warnings import plan_warnings
 from realgraph.run.restarts import back_off, give_up, prepared_again
 from realgraph.run.resume import ResumeOptions, resumed
 from realgraph.run.rollout_alone import rollout_alone
@@ -63,6 +64,7 @@ def run_command(file: Path | None, overrides: Sequence[str], options: RunOptions
         return
     with open_run(file, overrides, options) as prepared:
         say_warnings(prepared.checked.warnings)
+        say_warnings(plan_warnings(prepared.checked, prepared.job.plan))
         if options.dry_run:
             print_plan(prepared.job.plan, prepared.checked, prepared.request, console)
             say_warnings(check_given_servers(prepared))

@@ -70,7 +70,7 @@ def _names(value: str) -> list[str]:
     return _PARAM.findall(value)
 
 
-def _changed(section: Struct, default: Struct, names: tuple[str, ...] = ()) -> Iterator[str]:
+def changed_fields(section: Struct, default: Struct, names: tuple[str, ...] = ()) -> Iterator[str]:
     """The fields of a section, or those of `names`, that have other values than by default."""
     for name in names or section.__struct_fields__:
         if getattr(section, name) != getattr(default, name):
@@ -80,16 +80,16 @@ def _changed(section: Struct, default: Struct, names: tuple[str, ...] = ()) -> I
 def _rollout(run: RunSpec, graph: Graph) -> Iterator[Mistake]:
     generates, default = graph.generates, RolloutSpec()
     if not generates:
-        for name in _changed(run.rollout, default):
+        for name in changed_fields(run.rollout, default):
             yield f"$.rollout.{name}", "no call generates, so nothing reads it", "leave it out"
     elif not run.staleness:
         text = "it is for asynchronous runs, and this one is synchronous (staleness: 0)"
-        for name in _changed(run.rollout, default, OF_ASYNCHRONY):
+        for name in changed_fields(run.rollout, default, OF_ASYNCHRONY):
             yield f"$.rollout.{name}", text, "leave it out, or set staleness to 1 or more"
     elif len(generates) > 1:
         calls = " and ".join(map(repr, generates))
         text = f"{calls} generate: where several calls do, the loss of an engine ends the run, and none is replaced"
-        for name in _changed(run.rollout, default, OF_ENGINE_LOSS):
+        for name in changed_fields(run.rollout, default, OF_ENGINE_LOSS):
             yield f"$.rollout.{name}", text, "leave it out; runtime.restarts goes on from the newest checkpoint"
 
 
@@ -124,7 +124,7 @@ def _outputs(run: RunSpec, graph: Graph) -> Iterator[Mistake]:
     if outputs.project != default.project and not outputs.trackers:
         yield "$.outputs.project", "it is for trackers, and outputs.trackers names none", "name one, or leave it out"
     if not graph.generates:
-        for name in _changed(outputs, default, ("transcripts", "transcripts_every")):
+        for name in changed_fields(outputs, default, ("transcripts", "transcripts_every")):
             yield f"$.outputs.{name}", "no call generates, so there are no samples to write", "leave it out"
     if outputs.audit and not any(isinstance(call, Train) for call in graph.calls.values()):
         yield "$.outputs.audit", "it is for train calls, and nothing is trained", "leave it out"
@@ -133,12 +133,12 @@ def _outputs(run: RunSpec, graph: Graph) -> Iterator[Mistake]:
 def _runtime(run: RunSpec, graph: Graph) -> Iterator[Mistake]:
     default, calls = RuntimeSpec(), graph.calls.values()
     if not any(isinstance(call, Function) for call in calls):
-        for name in _changed(run.runtime, default, ("function_processes", "function_max_processes")):
+        for name in changed_fields(run.runtime, default, ("function_processes", "function_max_processes")):
             yield f"$.runtime.{name}", "the graph has no function", "leave it out"
     trained = {call.model for call in calls if isinstance(call, Train)}
     others = {role_of(call) for call in calls if not isinstance(call, Train)}
     followed = {role.init for role in graph.models.values() if role.ema_rate is not None}
     if not trained & (others | followed):
-        for name in _changed(run.runtime, default, ("max_logprob_gap", "verify_weights")):
+        for name in changed_fields(run.runtime, default, ("max_logprob_gap", "verify_weights")):
             text = "it is for trained weights that other calls get, and there are none"
             yield f"$.runtime.{name}", text, "leave it out"

@@ -1,0 +1,36 @@
+"""Settings of a run that have no effect under its plan: warnings. What no plan could follow is the checker's matter."""
+
+from collections.abc import Iterator
+
+from realgraph.graphs.errors import Problem
+from realgraph.planner.plan.plan import Plan
+from realgraph.run_file.compose import Checked
+from realgraph.run_file.run_warnings import OF_ASYNCHRONY, OF_ENGINE_LOSS, changed_fields
+from realgraph.runtime.job.engine_loss import expendable_engines
+from realgraph.runtime.job.rollout import RolloutSpec
+
+RULE = "without_effect"
+
+
+def plan_warnings(checked: Checked, plan: Plan) -> Iterator[Problem]:
+    """All of them."""
+    run, graph = checked.run, checked.graph
+    if not run.staleness:
+        return
+    asked = [*changed_fields(run.rollout, RolloutSpec(), OF_ASYNCHRONY)]
+    of_losses = [name for name in asked if name in OF_ENGINE_LOSS and len(graph.generates) == 1]
+    engines = expendable_engines(graph, plan)
+    if not plan.staleness:
+        paths = [*(f"$.rollout.{name}" for name in asked), *["$.overdue"] * (run.overdue != "mask")]
+        text = "the plan is synchronous, so nothing reads it"
+        for path in paths:
+            yield Problem(checked.where(path), text, "leave it out, or pin generation to devices of its own", RULE)
+    elif not engines:
+        text = "engines share their devices with other calls, so the loss of one ends the run, and none is replaced"
+        for name in of_losses:
+            yield Problem(checked.where(f"$.rollout.{name}"), text, "pin generation to devices of its own", RULE)
+    elif "min_engines" in of_losses and run.rollout.min_engines >= len(engines):
+        count = f"{len(engines)} engine{'s' * (len(engines) != 1)}"
+        text = f"the plan has {count}, so the loss of any ends the run"
+        hint = f"set it below {len(engines)}" if len(engines) > 1 else "leave it out"
+        yield Problem(checked.where("$.rollout.min_engines"), text, hint, RULE)
