@@ -37,6 +37,8 @@ def words(text: str) -> str:
 SIZE = "calls.size={kind: function, fn: 'my_rewards:size', reads: [text], writes: {size: sample float32}}"
 ODD = """
 def odd(answer: str) -> float:
+    if answer.endswith("2"):
+        raise ValueError("no score, which is the score of an even number")
     return float(int(answer) % 2)
 
 def score(text: str, odd: float) -> dict:
@@ -159,7 +161,13 @@ def test_samples_of_a_run_are_judged_by_their_reward(home: Path) -> None:
     own: dict[str, Any] = {
         "cluster": {"devices": 1},
         "calls": {
-            "odd": {"kind": "function", "fn": "parity:odd", "reads": ["answer"], "writes": {"odd": "sample float32"}},
+            "odd": {
+                "kind": "function",
+                "fn": "parity:odd",
+                "reads": ["answer"],
+                "writes": {"odd": "sample float32"},
+                "on_error": "score",
+            },
             "reward": {
                 "fn": "parity:score",
                 "reads": ["text", "odd"],
@@ -174,3 +182,4 @@ def test_samples_of_a_run_are_judged_by_their_reward(home: Path) -> None:
     answers = [int(json.loads(line)["answer"]) for line in (home / "test.jsonl").read_text().splitlines()]
     share = sum(answer % 2 for answer in answers) / len(answers)
     assert record["metrics"]["accuracy"] == record["metrics"]["reward"] == pytest.approx(share)
+    assert record["metrics"]["failed"] == pytest.approx(sum(answer % 10 == 2 for answer in answers) / len(answers))

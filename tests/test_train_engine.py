@@ -119,6 +119,15 @@ def test_a_batch_with_nothing_to_learn_is_a_call_of_zero_loss_and_no_step(folder
     assert same(before, weights_of(one))
 
 
+def test_mini_batches_without_a_step_have_no_part_in_the_means_of_steps(folder: Path) -> None:
+    batch = tiny.batch([5, 6])
+    alone = engine(folder).train(call(), [batch])
+    mixed = engine(folder).train(call(), [replace(batch, mask=torch.zeros_like(batch.mask)), batch])
+    assert mixed["empty_steps"].value == 1
+    for name in ("loss", "grad_norm"):
+        assert mixed[name].value == pytest.approx(alone[name].value, rel=1e-12), name
+
+
 # --- the optimizer ----------------------------------------------------------------------------------------------------
 
 

@@ -82,7 +82,7 @@ class EvalSpec(Struct, frozen=True, forbid_unknown_fields=True):
     every: Annotated[int, Meta(ge=0)] = 0  # 0: only `realgraph eval`
     data: DataSpec | None = None  # default: the training data's `test` split; what it leaves out is as in `data`
     n: Count = 1  # samples a prompt
-    temperature: Annotated[float, Meta(ge=0)] = 0.0  # 0 is greedy
+    temperature: Annotated[float, Meta(ge=0)] = 0.0  # 0 is greedy; of the whole vocabulary, without top_p and top_k
     k: tuple[Count, ...] = (1,)  # pass@k, unbiased (arXiv:2107.03374, eq. 1)
     threshold: float = 0.5  # a sample with at least this reward is right
     limit: Count | None = None  # first rows only

@@ -123,12 +123,12 @@ class Evaluation:
             raise StaleWeightsError("the evaluation", command.version, other)
         completions = {-1 - one.id: one for one in done}
         texts = {index: self._loading.decode(one.tokens) for index, one in completions.items()}
-        scores = self._score(begun, spec, completions, texts)
+        scores, failed = self._score(begun, spec, completions, texts)
         return Done(
             worker=self._worker,
             task=command.task,
             call="evaluate",
-            metrics=self._metrics(begun, spec, scores, completions),
+            metrics=self._metrics(begun, spec, scores, completions) | failed,
             started=begun.started,
             ended=time.time(),
             transcripts=self._transcripts(spec, prompts, texts, scores),
@@ -136,24 +136,30 @@ class Evaluation:
 
     def _score(
         self, begun: _OpenEvaluation, spec: EvalSpec, completions: Mapping[int, Completion], texts: Mapping[int, str]
-    ) -> dict[int, float]:
-        """By the function of `eval.call`, after those whose keys it reads."""
+    ) -> tuple[dict[int, float], dict[str, Mean]]:
+        """By the function of `eval.call`, after those whose keys it reads; and the share of samples of which one
+        failed, where that may be."""
         graph = self._job.graph
         known: dict[int, dict[str, Any]] = {}
         for index in sorted(completions):
             made = {TEXT: texts[index], FINISHED: completions[index].finished}
             named = {f"{graph.leading}.{key}" if graph.leading else key: value for key, value in made.items()}
             known[index] = named | begun.prompts[index // spec.n].values
+        failed, lenient = set[int](), False
         for name in _scorers(graph, spec.call):
-            self._run_function(name, known, beside=begun.command.beside)
+            call = graph.calls[name]
+            assert isinstance(call, Function), "the checks refuse others"
+            failed |= self._run_function(name, call, known, beside=begun.command.beside)
+            lenient |= call.on_error == "score"
         judged = judged_key(graph.calls, spec.call)
-        return {index: float(values[judged]) for index, values in known.items()}
+        scores = {index: float(values[judged]) for index, values in known.items()}
+        return scores, {"failed": Mean(float(len(failed)), float(len(scores)))} if lenient and scores else {}
 
-    def _run_function(self, name: str, known: Mapping[int, dict[str, Any]], *, beside: bool) -> None:
-        """Add what a function writes to what is known of each sample."""
+    def _run_function(
+        self, name: str, call: Function, known: Mapping[int, dict[str, Any]], *, beside: bool
+    ) -> set[int]:
+        """Add what a function writes to what is known of each sample. Returns those of which it failed, if it may."""
         graph = self._job.graph
-        call = graph.calls[name]
-        assert isinstance(call, Function), "the checks refuse others"
         units = []
         for index, values in known.items():
             given = {key: values[key] for key in graph.reads[name]}
@@ -166,6 +172,7 @@ class Evaluation:
             if result.error and call.on_error == "fail":
                 raise FunctionFailed(result)
             known[unit.samples[0]].update(result.values)
+        return {unit.samples[0] for unit, result in zip(units, results, strict=True) if result.error}
 
     def _metrics(
         self,
