@@ -316,7 +316,10 @@ class DataSet:
             excess = [0 if limit is None else self._excess(len(tokens), limit) for tokens, _ in found]
         except ValueError as error:
             raise problem(self._rows.where(index), str(error)) from error
-        return [(tokens[n:], [False, *mask[n + 1 :]]) for n, (tokens, mask) in zip(excess, found, strict=True)]
+        return [
+            (tokens[n:], [i > 0 and trained for i, trained in enumerate(mask[n:])])
+            for n, (tokens, mask) in zip(excess, found, strict=True)
+        ]
 
     def _tokens_and_masks(self, index: int, raw: RawRow, template: Template) -> list[tuple[list[int], list[bool]]]:
         chats = self._chats
