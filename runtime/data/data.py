@@ -313,13 +313,10 @@ class DataSet:
         found = self._tokens_and_masks(index, raw, template)
         try:
             limit = self._max_new_tokens
-            excess = [0 if limit is None else self._excess(len(tokens), limit) for tokens, _ in found]
+            cut = [0 if limit is None else self._excess(len(tokens), limit) for tokens, _ in found]
         except ValueError as error:
             raise problem(self._rows.where(index), str(error)) from error
-        return [
-            (tokens[n:], [i > 0 and trained for i, trained in enumerate(mask[n:])])
-            for n, (tokens, mask) in zip(excess, found, strict=True)
-        ]
+        return [(ids[n:], [False, *mask[n + 1 :]][: len(ids) - n]) for n, (ids, mask) in zip(cut, found, strict=True)]
 
     def _tokens_and_masks(self, index: int, raw: RawRow, template: Template) -> list[tuple[list[int], list[bool]]]:
         chats = self._chats
