@@ -32,11 +32,8 @@ def run_warnings(run: RunSpec, graph: Graph) -> Iterator[Mistake]:
     yield from _runtime(run, graph)
     for name in run.allocation:
         if name not in graph.calls:
-            yield (
-                f"$.allocation.{name}",
-                f"the call {name!r} is switched off, so it has no place",
-                "leave it out, or switch it on",
-            )
+            text = f"the call {name!r} is switched off, so it has no place"
+            yield f"$.allocation.{name}", text, "leave it out, or switch it on"
     for name, role in run.models.items():
         if name in graph.models and role.revision is not None and role.path and Path(role.path).is_absolute():
             text = "a revision is of a model of the Hub, and the model is a local folder"
@@ -113,9 +110,8 @@ def _data(run: RunSpec) -> Iterator[Mistake]:
 
 def _outputs(run: RunSpec, graph: Graph) -> Iterator[Mistake]:
     outputs, default = run.outputs, OutputSpec()
-    packages = [("trackers", name) for name in outputs.trackers] + [
-        ("tensorboard", "tensorboard")
-    ] * outputs.tensorboard
+    packages: list[tuple[str, str]] = [("trackers", name) for name in outputs.trackers]
+    packages += [("tensorboard", "tensorboard")] * outputs.tensorboard
     for name, package in packages:
         spec = find_spec(package)
         if spec is None or spec.origin is None:  # a folder of that name, as wandb leaves it, is no package

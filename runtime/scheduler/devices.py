@@ -162,6 +162,10 @@ class Devices:
             return True
         return call in self.copies and bool(self._receivers(call))
 
+    def _opens_beside(self, name: str) -> bool:
+        """True where the session of `name` may open while new weights come: engines have older ones meanwhile."""
+        return self._staleness > 0 and name == self._program.generate and name not in self.dropped
+
     def _newest(self, name: str) -> int:
         return self.versions[self._program.calls[name].role]
 
@@ -380,9 +384,8 @@ class Devices:
                 reserved.update(id(lane) for lane in self.turns.of(name, self._program.calls[name].trainer))
         for head in heads:
             lanes = self.turns.of(head.call)
-            opens = self._staleness > 0 and head.call in coming - self.dropped and head.call == self._program.generate
-            held = self.behind(head.call) or not self.turns.idle(lanes) or any(id(lane) in reserved for lane in lanes)
-            if held and not opens:
+            waits = self.behind(head.call) or not self.turns.idle(lanes) or any(id(lane) in reserved for lane in lanes)
+            if waits and not (head.call in coming and self._opens_beside(head.call)):
                 continue
             moved = True
             if head.call in self._program.generates:

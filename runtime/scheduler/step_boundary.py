@@ -10,11 +10,8 @@ from realgraph.runtime.commands.actions import Checkpointed
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.wire.protocol import Metric
 
-BEST_BY = (
-    "accuracy",
-    "pass@1",
-    "reward",
-)  # the first of these that an evaluation reports decides which is best, then its reward
+# The first of these that an evaluation reports decides which is best, then its reward.
+BEST_BY = ("accuracy", "pass@1", "reward")
 
 
 class BoundaryWork(Struct, frozen=True):
