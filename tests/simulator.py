@@ -21,8 +21,8 @@ from realgraph.runtime.commands.actions import (
 )
 from realgraph.runtime.job.engine_loss import expendable_engines
 from realgraph.runtime.job.sample_ids import group_of
+from realgraph.runtime.scheduler.groups.transitions import GroupState
 from realgraph.runtime.scheduler.scheduler import Scheduler
-from realgraph.runtime.scheduler.transitions import GroupState
 from realgraph.runtime.wire.protocol import (
     Abort,
     Command,

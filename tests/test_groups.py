@@ -19,7 +19,7 @@ from realgraph.runtime.batch import Packed
 from realgraph.runtime.commands.loads import UnexpectedReply, by_group
 from realgraph.runtime.job.cursor import minibatch_groups
 from realgraph.runtime.job.sample_ids import group_of, place_of, sample_id, sample_ids
-from realgraph.runtime.scheduler.ledger import Group
+from realgraph.runtime.scheduler.groups.ledger import Group
 from realgraph.runtime.scheduler.placement import Batch, ids_of_groups, sources_of_groups, units_of
 from realgraph.runtime.scheduler.program import GROUP_OWNER, CallPlan
 from realgraph.runtime.train.microbatch import cut

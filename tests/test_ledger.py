@@ -12,10 +12,8 @@ from realgraph.runtime.commands.tally import StepTally
 from realgraph.runtime.commands.tasks import Tasks
 from realgraph.runtime.job.cursor import minibatch_groups, permutation, row_of
 from realgraph.runtime.job.sample_ids import group_of, sample_id
-from realgraph.runtime.scheduler.ledger import Group, Ledger
-from realgraph.runtime.scheduler.placement import Batch, balance
-from realgraph.runtime.scheduler.program import GROUP_OWNER, CallPlan
-from realgraph.runtime.scheduler.transitions import (
+from realgraph.runtime.scheduler.groups.ledger import Group, Ledger
+from realgraph.runtime.scheduler.groups.transitions import (
     GROUP,
     SESSION,
     GroupEvent,
@@ -25,6 +23,8 @@ from realgraph.runtime.scheduler.transitions import (
     SessionState,
     session_after,
 )
+from realgraph.runtime.scheduler.placement import Batch, balance
+from realgraph.runtime.scheduler.program import GROUP_OWNER, CallPlan
 from realgraph.runtime.wire.protocol import Sample
 
 # --- cursor -----------------------------------------------------------------------------------------------------------

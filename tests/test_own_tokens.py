@@ -19,7 +19,7 @@ from realgraph.graphs.spec import GraphSpec
 from realgraph.runtime.data.own_tokens import OwnTokens
 from realgraph.runtime.job.sample_ids import sample_id
 from realgraph.runtime.preflight.same_tokens import check_tokenizers, difference
-from realgraph.runtime.scheduler.ledger import Group
+from realgraph.runtime.scheduler.groups.ledger import Group
 from realgraph.runtime.scheduler.placement import Batch
 from realgraph.runtime.scheduler.program import CallPlan
 from realgraph.runtime.wire.protocol import Sample

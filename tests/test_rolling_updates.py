@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from realgraph.runtime.scheduler.ledger import Group, Ledger
-from realgraph.runtime.scheduler.transitions import GroupState
+from realgraph.runtime.scheduler.groups.ledger import Group, Ledger
+from realgraph.runtime.scheduler.groups.transitions import GroupState
 from realgraph.runtime.wire.protocol import Command, Execute, Reallocate, Submit
 from tests.shapes import Shape
 from tests.simulator import Simulator, ended_steps

@@ -8,7 +8,7 @@ import pytest
 
 from realgraph.runtime.commands.actions import Checkpointed, CheckpointWritten, EvalEnded
 from realgraph.runtime.job.rollout import Interrupt
-from realgraph.runtime.scheduler.ledger import Ledger
+from realgraph.runtime.scheduler.groups.ledger import Ledger
 from tests.resumed_runs import groups_of_steps, resumed_from
 from tests.shapes import Shape, random_shape
 from tests.simulator import Simulator, ended_steps

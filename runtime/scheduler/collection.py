@@ -20,10 +20,10 @@ from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.concurrency.ages import batched_group
 from realgraph.runtime.scheduler.concurrency.controller import Concurrency, ConcurrencyImage
 from realgraph.runtime.scheduler.concurrency.settings import settings_of
-from realgraph.runtime.scheduler.ledger import Group, GroupImage, Ledger
+from realgraph.runtime.scheduler.groups.ledger import Group, GroupImage, Ledger
+from realgraph.runtime.scheduler.groups.transitions import GroupState
 from realgraph.runtime.scheduler.placement import Batch, by_owner, drops_of, ids_beside, shares_of, sources_of_groups
 from realgraph.runtime.scheduler.program import CallPlan, Program
-from realgraph.runtime.scheduler.transitions import GroupState
 from realgraph.runtime.wire.protocol import Abort, Drop, Execute, Generated, Load, Loaded, Sample, Submit
 
 DISCARDED_BATCHES = 20  # batches of groups in a row that all were left out: the run gives up

@@ -14,11 +14,11 @@ from realgraph.runtime.commands.loads import Admission
 from realgraph.runtime.commands.tasks import Task
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.collection import Collection
+from realgraph.runtime.scheduler.groups.transitions import SessionEvent, SessionState, session_after
 from realgraph.runtime.scheduler.meshes.turns import LaneImage, NextTurn, Turns, comes_next
 from realgraph.runtime.scheduler.meshes.weights import EngineWeights, EngineWeightsImage, WeightMove
 from realgraph.runtime.scheduler.program import CallPlan, Program
 from realgraph.runtime.scheduler.steps import OpenSteps
-from realgraph.runtime.scheduler.transitions import SessionEvent, SessionState, session_after
 from realgraph.runtime.wire.protocol import EndSession, Reallocate
 
 

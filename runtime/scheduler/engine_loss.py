@@ -15,9 +15,9 @@ from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.boundary_runner import BoundaryRunner
 from realgraph.runtime.scheduler.collection import Collection
 from realgraph.runtime.scheduler.devices import Devices
-from realgraph.runtime.scheduler.ledger import Group, Ledger
+from realgraph.runtime.scheduler.groups.ledger import Group, Ledger
+from realgraph.runtime.scheduler.groups.transitions import GroupState
 from realgraph.runtime.scheduler.steps import OpenSteps
-from realgraph.runtime.scheduler.transitions import GroupState
 from realgraph.runtime.wire.protocol import NOBODY, Done, Failed, Forget, Keep
 
 FIRST_VERSION = 0  # of the weights that an engine begins with

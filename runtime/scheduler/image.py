@@ -10,7 +10,7 @@ from realgraph.runtime.commands.tally import TallyImage
 from realgraph.runtime.commands.tasks import TasksImage
 from realgraph.runtime.scheduler.collection import CollectionImage
 from realgraph.runtime.scheduler.devices import DevicesImage
-from realgraph.runtime.scheduler.ledger import LedgerImage
+from realgraph.runtime.scheduler.groups.ledger import LedgerImage
 from realgraph.runtime.scheduler.step_boundary import BoundaryImage
 from realgraph.runtime.scheduler.steps import OpenStepsImage
 

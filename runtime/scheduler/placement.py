@@ -7,7 +7,7 @@ from itertools import accumulate, groupby, pairwise
 from realgraph.runtime.commands.actions import Action, Send
 from realgraph.runtime.job.cursor import minibatch_groups
 from realgraph.runtime.job.sample_ids import group_of, sample_ids
-from realgraph.runtime.scheduler.ledger import Group
+from realgraph.runtime.scheduler.groups.ledger import Group
 from realgraph.runtime.scheduler.program import GROUP_OWNER, OF_GROUP, SHARED, CallPlan
 from realgraph.runtime.wire.protocol import Drop, SampleSource
 

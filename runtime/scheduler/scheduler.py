@@ -29,8 +29,8 @@ from realgraph.runtime.scheduler.boundary_runner import BoundaryRunner
 from realgraph.runtime.scheduler.collection import DISCARDED_BATCHES, Collection
 from realgraph.runtime.scheduler.devices import Devices
 from realgraph.runtime.scheduler.engine_loss import EngineLosses
+from realgraph.runtime.scheduler.groups.ledger import Ledger
 from realgraph.runtime.scheduler.image import SchedulerImage
-from realgraph.runtime.scheduler.ledger import Ledger
 from realgraph.runtime.scheduler.placement import Batch
 from realgraph.runtime.scheduler.program import make_program
 from realgraph.runtime.scheduler.step_boundary import StepBoundary

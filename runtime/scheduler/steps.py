@@ -11,7 +11,7 @@ from realgraph.runtime.commands.actions import Action, Checkpointed, Send, StepE
 from realgraph.runtime.commands.tally import StepTally, TallyNumbers
 from realgraph.runtime.commands.tasks import Task, TaskKind, Tasks
 from realgraph.runtime.job.job import Job
-from realgraph.runtime.scheduler.ledger import Group
+from realgraph.runtime.scheduler.groups.ledger import Group
 from realgraph.runtime.scheduler.placement import Batch, drawn, units_of
 from realgraph.runtime.scheduler.program import OF_GROUP, CallPlan, Program
 from realgraph.runtime.wire.protocol import Execute, Mean, Prefetch, SampleSource

@@ -13,7 +13,7 @@ from typing import Literal
 from msgspec import Struct
 
 from realgraph.runtime.commands.loads import UnexpectedReply
-from realgraph.runtime.scheduler.transitions import GroupEvent, GroupState, group_after
+from realgraph.runtime.scheduler.groups.transitions import GroupEvent, GroupState, group_after
 from realgraph.runtime.wire.protocol import NOBODY, Mean, Sample
 
 Overdue = Literal["mask", "wait", "drop", "allow"]
