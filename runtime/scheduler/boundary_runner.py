@@ -6,7 +6,8 @@ with their workers: an evaluation sets them aside, a checkpoint names them as op
 
 from collections.abc import Sequence
 
-from realgraph.runtime.commands.actions import Action, Send
+from realgraph.runtime.commands.actions import Action, EvalEnded, Send
+from realgraph.runtime.commands.tasks import Task
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.devices import Devices
 from realgraph.runtime.scheduler.program import Program
@@ -34,24 +35,41 @@ class BoundaryRunner:
             return None
         return self._evaluate(work, n_eval_rows, now) if work.kind == "evaluate" else self._save(work, workers, now)
 
-    def again(self, task: int, step: int) -> None:
-        """Begin an evaluation anew that has lost an engine, once what is left of it has ended."""
+    def evaluated(self, task: Task) -> list[Action]:
+        """An evaluation has ended on all its workers."""
+        self._devices.turns.release(task.number)
+        if self.spoiled:
+            self._again(task)
+            return []
+        beside = task.number == self.beside
+        self._done(task)
+        metrics = task.tally.metrics.get(task.call, {})
+        best = self._boundary.judge(task.step, metrics, beside=beside)
+        ended = EvalEnded(task.step, metrics, best, tuple(task.tally.transcripts))
+        return [ended] if beside else [ended, *self._devices.release_generator()]
+
+    def saved(self, task: Task, now: float) -> None:
+        """A checkpoint is written."""
+        self._done(task)
+        self._boundary.was_saved(task.step, now)
+
+    def _again(self, task: Task) -> None:
+        """Begin an evaluation anew that has lost an engine, now that what is left of it has ended."""
         self.spoiled = False
-        if task == self.beside:
-            self.beside, self._boundary.evaluation = None, max(step, self._boundary.evaluation)
+        if task.number == self.beside:
+            self.beside, self._boundary.evaluation = None, max(task.step, self._boundary.evaluation)
             self._devices.engines.keep(())
         else:
             self.task = None
 
-    def done(self, task: int) -> bool:
-        """An evaluation or a checkpoint has ended; whether the run has gone on beside it."""
-        if task == self.beside:
+    def _done(self, task: Task) -> None:
+        """The work in hand has ended, or an evaluation that the run has gone on beside."""
+        if task.number == self.beside:
             self.beside = None
             self._devices.engines.keep(())
-            return True
-        self.task = None
-        self._boundary.queue.popleft()
-        return False
+        else:
+            self.task = None
+            self._boundary.queue.popleft()
 
     def folder(self, step: int) -> str:
         """The folder that the checkpoint of `step` steps is written to; it gets its name when it is whole."""

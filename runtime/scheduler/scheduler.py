@@ -13,7 +13,6 @@ from realgraph.runtime.commands.actions import (
     Checkpointed,
     CheckpointWritten,
     EngineJoined,
-    EvalEnded,
     Event,
     Halt,
     Send,
@@ -204,18 +203,9 @@ class Scheduler:
             case "reallocate":
                 self._devices.reallocated(task)
             case "evaluate":
-                metrics = task.tally.metrics.get(task.call, {})
-                self._devices.turns.release(task.number)
-                if self._boundary_runner.spoiled:
-                    self._boundary_runner.again(task.number, task.step)
-                    return []
-                beside = self._boundary_runner.done(task.number)
-                best = self._boundary.judge(task.step, metrics, beside=beside)
-                ended = EvalEnded(task.step, metrics, best, tuple(task.tally.transcripts))
-                return [ended] if beside else [ended, *self._devices.release_generator()]
+                return self._boundary_runner.evaluated(task)
             case "save":
-                self._boundary_runner.done(task.number)
-                self._boundary.was_saved(task.step, now)
+                self._boundary_runner.saved(task, now)
                 return [CheckpointWritten(task.step, self._boundary_runner.folder(task.step), self._snapshot())]
         return []
 
