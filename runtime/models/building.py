@@ -31,6 +31,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 Shard = Callable[[PackedModel], None]
 
 
+def master_dtype(role: ModelRole) -> torch.dtype:
+    """Dtype of the optimizer's copy of the weights: as asked, else float64 for a float64 role and float32 for
+    others."""
+    if role.master_dtype is not None:
+        return DTYPES[role.master_dtype]
+    return torch.float64 if role.dtype == "float64" else torch.float32
+
+
 @dataclass(frozen=True)
 class Start:
     """The beginning of a model. dtype: of the parameters (default: the role's). seed: random weights instead of the

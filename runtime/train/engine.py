@@ -23,7 +23,7 @@ from realgraph.runtime.batch import Packed
 from realgraph.runtime.engine import RELEASED, Parts, SharedWeights, TrainOptions, TrainSettings, Weights, WeightSpec
 from realgraph.runtime.files.paths import RunPath
 from realgraph.runtime.logprob_gap import check_engines, check_gap, gaps_of
-from realgraph.runtime.models.building import DTYPES, Start, build
+from realgraph.runtime.models.building import DTYPES, Start, build, master_dtype
 from realgraph.runtime.models.fixed import fixed_parts
 from realgraph.runtime.models.host_states import DroppedStorages
 from realgraph.runtime.models.models import PackedModel, Wants
@@ -329,14 +329,6 @@ class TorchTrainEngine:
     def _counters(self) -> Counters:
         scale = self.scale
         return Counters(self.version, self.optimizer_steps, scale.value, scale.good_steps, self.gate_passed)
-
-
-def master_dtype(role: ModelRole) -> torch.dtype:
-    """Dtype of the optimizer's copy of the weights: as asked, else float64 for a float64 role and float32 for
-    others."""
-    if role.master_dtype is not None:
-        return DTYPES[role.master_dtype]
-    return torch.float64 if role.dtype == "float64" else torch.float32
 
 
 def open_engine(
