@@ -92,7 +92,8 @@ def check_tokens(job: Job, data: DataSet, rows: Sequence[DataRow], tokenizer: To
 
 def _refuse_outside(job: Job, rows: Sequence[DataRow]) -> None:
     """Raises ConfigError where a model at hand has no such token as the first rows hold."""
-    used = [row.group[key.name] for row in rows for key in job.graph.inputs if key.type.dtype == "tokens" and row.group]
+    prompts = [key.name for key in job.graph.inputs if is_prompt(key.type)]
+    used = [row.group[name] for row in rows for name in prompts]
     used += [sample[TOKENS] for row in rows for sample in row.samples]
     most = max((max(tokens) for tokens in used if tokens), default=-1)
     for role in job.graph.models:
