@@ -65,7 +65,8 @@ def pick(metrics: dict[str, float], names: tuple[str, ...]) -> float | None:
     if named is not None or names == VALUE_LOSS:
         return named
     ending = f"/{names[0].partition('/')[2]}"
-    return next((value for name, value in metrics.items() if name.endswith(ending)), None)
+    of_calls = (value for name, value in metrics.items() if name.endswith(ending) and not name.startswith(f"{BATCH}/"))
+    return next(of_calls, None)
 
 
 def shown_metric(label: str, metrics: dict[str, float], names: tuple[str, ...]) -> str:
@@ -138,7 +139,8 @@ def ended(record: RunEnded) -> str:
 def describe(record: EvalRecord) -> str:
     """An evaluation in one line."""
     best = "  (best so far)" if record.best else ""
-    return "  ".join(f"{name} {value:.4g}" for name, value in sorted(record.metrics.items())) + best
+    shown = {name: value for name, value in sorted(record.metrics.items()) if value or name != "skipped"}
+    return "  ".join(f"{name} {value:.4g}" for name, value in shown.items()) + best
 
 
 class LiveScreen:
