@@ -33,10 +33,9 @@ class TrainSettings:
     this many steps ago have no part in a loss; None: all have one. told_ages: tokens are counted by age in steps up to
     this one, older ones together; None: they have none. trains: train calls a step of this role; generator_trains: of
     the role that samples. skip_idle: leave out samples whose loss and gradient are exactly zero (`microbatch.idle`);
-    they still count in losses, in no other metric. entropy_metric: measure it in the first micro-batch of each step,
-    where no loss needs it anyway. mixed_caches: tokens may have been drawn over keys of older weights; the gate looks
-    at no sample of two versions. functions: of `apply` terms. offloaded: states wait in host memory. shared: workers of
-    a host may read the weights.
+    they still count in losses, in no other metric. entropy_metric: measure it in the first micro-batch of each step.
+    mixed_caches: tokens may have been drawn over keys of older weights; the gate looks at no sample of two versions.
+    functions: of `apply` terms. offloaded: states wait in host memory. shared: workers of a host may read the weights.
     """
 
     max_tokens_per_microbatch: int | None = None
@@ -178,6 +177,10 @@ class TrainEngine(Protocol):
         """One optimizer step a mini-batch (this rank's, all epochs; any may be empty). Adds one to `version`."""
         ...
 
+    def evaluate(self, call: Train, batch: Packed) -> dict[str, Metric]:
+        """The loss of held-out samples (this rank's, perhaps none) and its own metrics; no weight changes."""
+        ...
+
     def held_bytes(self) -> HeldBytes:
         """Bytes of its part of the states on the device while a call runs; gradients as in the calls so far."""
         ...
@@ -225,8 +228,7 @@ class TrainEngine(Protocol):
 class Request:
     """One sample to generate. seed: of its own random stream, so that its neighbours do not change it.
     stop_tokens end the sample and belong to it; temperature 0 is greedy; top_k 0 and top_p 1 keep the whole vocabulary.
-    drawn: its first tokens, which another engine has drawn; they count in max_new_tokens.
-    """
+    drawn: its first tokens, which another engine has drawn; they count in max_new_tokens."""
 
     id: int
     prompt: tuple[int, ...]
@@ -261,9 +263,7 @@ class RolloutLimits:
 
     max_running: default: 1,024. max_length: of a sequence; default: the model's positions. max_cache_tokens: of all
     that run, taken in pages; default: only bounded by max_running. prefill_tokens: of one forward pass, padding
-    included, and of the new prompts that one step takes in. cuda_graphs: replay decode steps on a GPU; without effect
-    on a CPU.
-    """
+    included, and of the new prompts that one step takes in. cuda_graphs: replay decode steps on GPUs."""
 
     max_running: int | None = None
     max_length: int | None = None
@@ -372,9 +372,9 @@ class RolloutEngine(Protocol):
 
     def switch(self, version: int, cache: CacheUse = "recompute") -> None:
         """Generate under the weights that were prepared, or that changed in place where they are shared. Running
-        requests go on with their tokens; tokens from here on carry `version`.
-        recompute: their caches are computed again under the new weights. keep: they go on over the caches that the old
-        weights made, as far as those stay; requests that begin later share nothing with them."""
+        requests go on with their tokens; tokens from here on carry `version`. recompute: their caches are
+        computed again under the new weights. keep: they go on over the caches that the old weights made, as far as
+        those stay; requests that begin later share nothing with them."""
         ...
 
     def checksums(self) -> Tensor:

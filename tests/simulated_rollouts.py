@@ -8,12 +8,16 @@ from collections.abc import Container
 import msgspec
 
 from realgraph.graphs.graph import INPUT
+from realgraph.graphs.spec import Inference, Train
 from realgraph.runtime.commands.actions import Event
 from realgraph.runtime.job.sample_ids import group_of, sample_ids
-from realgraph.runtime.wire.protocol import Generated, Loaded, Mean, Sample, Submit
+from realgraph.runtime.scheduler.program import ranks_of
+from realgraph.runtime.wire.protocol import Execute, Generated, Load, Loaded, Mean, Sample, Submit
 from tests.shapes import Shape
 from tests.simulated_tasks import SimulatedTasks
 from tests.simulated_worker import Workers
+
+N_EVAL_ROWS = 5
 
 
 class SimulatedRollouts(SimulatedTasks):
@@ -30,6 +34,7 @@ class SimulatedRollouts(SimulatedTasks):
         self.oldest: dict[int, int] = {}  # group -> version of its oldest token
         self.maker: dict[int, int] = {}  # group -> the worker that makes it
         self.n_moved = 0  # groups that were begun again
+        self.judged: list[int] = []  # held-out samples of the evaluation in hand, by heads of train calls
 
     # --- making -------------------------------------------------------------------------------------------------------
 
@@ -165,3 +170,54 @@ class SimulatedRollouts(SimulatedTasks):
         """The samples of a group that are trained on."""
         gone = self.left_out(group) if "keep" in self.graph.keys else ()
         return [sample for sample in sample_ids(group, self.graph.samples_per_group) if sample not in gone]
+
+    # --- evaluations by the loss --------------------------------------------------------------------------------------
+
+    def load_held_out(self, number: int, command: Load) -> None:
+        """Rows that are too long are left out."""
+        good = [group for group in command.groups if self.shape.lot(group, "skip") >= 0.05]
+        samples = [sample for group in good for sample in sample_ids(group, self.graph.samples_per_group)]
+        assert command.task is not None
+
+        def made() -> None:
+            for key in self.graph.inputs:
+                self.workers[number].store[key.name].update(samples)
+
+        loaded = tuple(Sample(sample, self.shape.length(sample)) for sample in samples)
+        self.answer(number, command.task, "evaluate", made, loaded=loaded)
+
+    def evaluate_loss(self, number: int, command: Execute) -> None:
+        """A call on held-out rows: it changes no weights, and a train call sees each sample once."""
+        call, samples = self.graph.calls[command.call], {sample for share in command.shares for sample in share}
+        assert all(group_of(sample) < 0 for sample in samples)
+        self.contract.check_execute(number, command)
+        metrics, left_out = dict[str, Mean](), dict[int, tuple[int, ...]]()
+        if isinstance(call, Inference | Train):
+            self.hold(number, command.task)
+        if isinstance(call, Train):
+            assert len(command.shares) == 1
+            head = number in {rank[0] for rank in ranks_of(self.contract.layouts[command.call])}
+            self.judged += sorted(samples) if head else []
+            metrics = {"loss": Mean(float(len(samples)), float(len(samples)))} if head and samples else {}
+        if "keep" in self.graph.writes[command.call]:
+            left_out = {group: self.left_out(group) for group in {group_of(sample) for sample in samples}}
+
+        def ended() -> None:
+            self.contract.check_sources(command.call, command.sources, samples, read=True)
+            for key in self.graph.writes[command.call]:
+                self.workers[number].store[key].update(samples)
+            if isinstance(call, Inference):
+                self.contract.give_up(number, command.call)
+
+        self.answer(number, command.task, "evaluate", ended, metrics, left_out, command.step)
+
+    def check_evaluated(self) -> None:
+        """An evaluation by the loss has had each row once in every train call, and nothing is left of it."""
+        assert not any(group < 0 for worker in self.workers.values() for group in worker.groups())
+        if self.contract.generate:
+            return
+        good = [-1 - row for row in range(N_EVAL_ROWS) if self.shape.lot(-1 - row, "skip") >= 0.05]
+        rows = [sample for group in good for sample in self.left(group)]
+        n_trains = sum(isinstance(call, Train) for call in self.graph.calls.values())
+        assert sorted(self.judged) == sorted(rows * n_trains)
+        self.judged.clear()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from realgraph.runtime.commands.actions import Event
-from realgraph.runtime.wire.protocol import Done, Mean
+from realgraph.runtime.wire.protocol import Done, Mean, Sample
 from tests.shapes import Shape
 
 
@@ -60,6 +60,7 @@ class SimulatedTasks:
         left_out: dict[int, tuple[int, ...]] | None = None,
         step: int = 0,
         by_group: dict[int, dict[str, Mean]] | None = None,
+        loaded: tuple[Sample, ...] = (),
     ) -> float:
         """`Done` after a random while, which is returned."""
         self.awaited.setdefault(task, set()).add(number)
@@ -78,7 +79,8 @@ class SimulatedTasks:
                 before()
 
         state = {"coef": float(step + 1)} if call == "advantage" else {}
-        done = Done(number, task, call, metrics or {}, state, left_out or {}, by_group or {}, self.now, self.now + 1)
+        told = metrics or {}, state, left_out or {}, by_group or {}
+        done = Done(number, task, call, *told, self.now, self.now + 1, loaded=loaded)
         seconds = self.seconds(f"{call} {step} {number}")
         self.plan(done, seconds, ended)
         return seconds

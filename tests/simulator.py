@@ -42,7 +42,7 @@ from realgraph.runtime.wire.protocol import (
     Submit,
 )
 from tests.shapes import Shape, assert_balanced, job_of
-from tests.simulated_rollouts import SimulatedRollouts
+from tests.simulated_rollouts import N_EVAL_ROWS, SimulatedRollouts
 from tests.simulated_worker import SimulatedWorker, Workers
 
 
@@ -57,8 +57,8 @@ class Simulator(SimulatedRollouts):
         keep: float = 0.7,
         graph: Graph | None = None,
     ) -> None:
-        job = job_of(shape, graph=graph)
-        self.scheduler = scheduler or Scheduler(job, range(shape.n_workers), 1000, None, 5)
+        job = scheduler._job if scheduler is not None else job_of(shape, graph=graph)
+        self.scheduler = scheduler or Scheduler(job, range(shape.n_workers), 1000, None, N_EVAL_ROWS)
         state = self.scheduler.state
         self.versions = dict(state.versions)
         super().__init__(shape, rng, Workers(job, shape.n_workers, self.versions), keep)
@@ -138,7 +138,8 @@ class Simulator(SimulatedRollouts):
                     per_step = {role: len(trains) for role, trains in self.contract.trains.items()}
                     assert action.state.versions == {role: self.step * n for role, n in per_step.items()}
                 case EvalEnded():
-                    assert "reward" in action.metrics
+                    assert ("reward" if self.contract.generate else "loss") in action.metrics
+                    self.check_evaluated()
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
@@ -164,8 +165,12 @@ class Simulator(SimulatedRollouts):
                     self.contract.keep(group, keeper, self.oldest[group])
             case Forget():
                 worker.kept = {one: oldest for one, oldest in worker.kept.items() if self.maker[one] != command.worker}
+            case Load() if command.task is not None:
+                self.load_held_out(number, command)
             case Load():
                 self.make(number, command.groups, 0, "")
+            case Execute(held_out=True):
+                self.evaluate_loss(number, command)
             case Execute():
                 self.execute(number, command)
             case Reallocate():
@@ -183,7 +188,10 @@ class Simulator(SimulatedRollouts):
                 self.answer(number, command.task, command.call, None)
             case Drop():
                 for group in command.groups:
-                    self.drop(worker, group)
+                    if group >= 0:
+                        self.drop(worker, group)
+                    else:
+                        worker.forget(group)
             case EndSession():
                 assert command.call == self.contract.generate
                 assert number in self.contract.layouts[command.call].mesh.devices

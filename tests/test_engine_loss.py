@@ -115,7 +115,7 @@ def test_a_scheduler_that_has_lost_an_engine_goes_on_from_its_image(seed: int) -
     simulator.run(rng.randint(1, 60))
     simulator.lose(1)
     assert simulator.halt is None
-    simulator.scheduler = copied(simulator.scheduler, shape)
+    simulator.scheduler = copied(simulator.scheduler)
     halt = simulator.run()
     assert halt is not None and halt.error is None, halt
     assert isinstance(simulator.scheduler.state, Checkpointed)

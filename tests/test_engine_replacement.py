@@ -158,12 +158,12 @@ def test_a_scheduler_goes_on_from_its_image_before_and_after_an_engine_has_come(
     simulator.run(simulator.n_events + rng.randint(0, 20))
     if simulator.halt is not None:
         return
-    simulator.scheduler = copied(simulator.scheduler, shape)
+    simulator.scheduler = copied(simulator.scheduler)
     simulator.join(1)
-    simulator.scheduler = copied(simulator.scheduler, shape)
+    simulator.scheduler = copied(simulator.scheduler)
     simulator.run(simulator.n_events + rng.randint(1, 10))
     if simulator.halt is None:
-        simulator.scheduler = copied(simulator.scheduler, shape)
+        simulator.scheduler = copied(simulator.scheduler)
         simulator.run()
     assert simulator.halt is not None and simulator.halt.error is None, simulator.halt
 

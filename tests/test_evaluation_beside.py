@@ -130,7 +130,7 @@ def test_an_evaluation_under_way_is_part_of_the_schedulers_image() -> None:
     simulator.eval_seconds = 20.0
     while not simulator.evaluating:
         simulator.run(simulator.n_events + 1)
-    simulator.scheduler = copied(simulator.scheduler, shape)
+    simulator.scheduler = copied(simulator.scheduler)
     halt = simulator.run()
     assert halt is not None and halt.error is None, halt
     assert len(ended_steps(simulator)) == shape.steps

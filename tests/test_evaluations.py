@@ -96,11 +96,14 @@ def test_a_function_that_is_switched_off_scores_nothing(place: Path) -> None:
     assert "'reward' is not a function call of the graph" in problem.text
 
 
-def test_a_graph_that_generates_nothing_is_not_evaluated(place: Path) -> None:
+def test_a_graph_that_neither_generates_nor_trains_is_not_evaluated(place: Path) -> None:
     (place / "data" / "train.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n' * 10)
     run = "graph: sft\nmodels: {actor: {path: model}}\ndata: {path: data/train.jsonl}\nbatch: {groups: 4}\n"
     (place / "run.yaml").write_text(run + EVAL)
-    (problem,) = refused(place)
+    check_run(place / "run.yaml", ())
+    judge = "{kind: inference, model: actor, output: logprobs, writes: [logp]}"
+    problems = refused(place, "calls.train.when=false", f"calls.judge={judge}")
+    (problem,) = [one for one in problems if one.where.path.startswith("$.eval")]
     assert (problem.where.path, problem.hint) == ("$.eval", "leave eval out")
 
 

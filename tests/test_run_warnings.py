@@ -35,6 +35,10 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         [*SFT, "rollout.max_running=8", "data.truncated=mask", "outputs.transcripts=9", "runtime.function_processes=2"],
         ["$.data.truncated", "$.outputs.transcripts", "$.rollout.max_running", "$.runtime.function_processes"],
     ),
+    "an evaluation by the loss": (
+        [*SFT, "eval={every: 2, n: 2, k: [1, 2], call: score, data: {path: openai/gsm8k}}"],
+        ["$.eval.call", "$.eval.k", "$.eval.n"],
+    ),
     "weights that nobody gets": (
         [*SFT, "runtime.verify_weights=1", "runtime.max_logprob_gap=0.1"],
         ["$.runtime.max_logprob_gap", "$.runtime.verify_weights"],
@@ -105,5 +109,7 @@ def test_held_out_data_are_not_trained_on(place: Path) -> None:
 
 
 def test_an_evaluation_without_a_function_that_scores_is_one_mistake(place: Path) -> None:
-    (problem,) = refused(place, *SFT, "eval={every: 2}")
+    judge = "calls={train: {when: false}, judge: {kind: inference, model: actor, output: logprobs, writes: [logp]}}"
+    sft = [override for override in SFT if override != "calls=null"]
+    (problem,) = [one for one in refused(place, *sft, judge, "eval={every: 2}") if one.where.path == "$.eval"]
     assert problem.where.path == "$.eval" and problem.hint.startswith("leave eval out")

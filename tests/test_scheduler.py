@@ -19,7 +19,7 @@ from realgraph.runtime.commands.actions import (
     StopRequested,
 )
 from realgraph.runtime.job.engine_loss import expendable_workers
-from realgraph.runtime.wire.protocol import Evaluate, Execute, Heartbeat, Mean, Reallocate, Save
+from realgraph.runtime.wire.protocol import Evaluate, Execute, Heartbeat, Load, Mean, Reallocate, Save
 from tests.resumed_runs import assert_trains_the_rest, groups_of_steps, resumed_from
 from tests.shapes import Shape, random_shape
 from tests.simulator import Simulator, ended_steps
@@ -88,7 +88,7 @@ def rounded(log: Iterable[Action]) -> list[Send]:
         if isinstance(command, Execute):
             seconds = round(command.deadline_seconds, 6)
             command = msgspec.structs.replace(command, deadline_seconds=seconds)
-        if isinstance(command, Execute | Reallocate | Save | Evaluate):
+        if isinstance(command, Execute | Reallocate | Save | Evaluate | Load) and command.task is not None:
             command = msgspec.structs.replace(command, task=numbers.setdefault(command.task, len(numbers)))
         commands.append(Send(action.worker, command))
     return commands

@@ -11,6 +11,8 @@ from msgspec import Struct, field
 
 from realgraph.commands.run import FAILED, INTERRUPTED, execute, report
 from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.graph import Graph
+from realgraph.graphs.spec import Train
 from realgraph.run.running import PreparedRun, beside, prepare
 from realgraph.run_file.eval_checks import scoring_mistakes
 from realgraph.runtime.data.row_files import lacks_split
@@ -51,7 +53,8 @@ class RunOfModel(Struct, frozen=True):
 
 
 def eval_command(file: Path, overrides: Sequence[str], checkpoint: Path | None) -> None:
-    """Evaluate the role that generates. Exits with 3 where it failed, with 130 where it was interrupted.
+    """Evaluate the role that generates, or those that are trained where none does. Exits with 3 where it failed, with
+    130 where it was interrupted.
 
     Raises ConfigError.
     """
@@ -76,8 +79,7 @@ def for_evaluation(prepared: PreparedRun, checkpoint: Path | None) -> PreparedRu
     refuse_scoring(prepared, spec)
     graph, begun_at = job.graph, 0
     if checkpoint is not None:
-        for name in graph.generates[:1]:  # the call that evaluations generate by
-            role = graph.role(name)
+        for role in evaluated_roles(graph):
             folder = model_folder(checkpoint, role)
             model = msgspec.structs.replace(graph.models[role], path=str(folder))
             graph, begun_at = msgspec.structs.replace(graph, models={**graph.models, role: model}), step_of(folder)
@@ -89,6 +91,12 @@ def for_evaluation(prepared: PreparedRun, checkpoint: Path | None) -> PreparedRu
         checkpoint=CheckpointSpec(),
     )
     return msgspec.structs.replace(beside(prepared, changed, "eval"), begun_at=begun_at)
+
+
+def evaluated_roles(graph: Graph) -> tuple[str, ...]:
+    """The roles whose weights an evaluation is of: the one that it generates by, else those that are trained."""
+    trained = [name for name, call in graph.calls.items() if isinstance(call, Train)]
+    return tuple(dict.fromkeys(graph.role(name) for name in graph.generates[:1] or trained))
 
 
 def refuse_scoring(prepared: PreparedRun, spec: EvalSpec) -> None:

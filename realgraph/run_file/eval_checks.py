@@ -6,7 +6,7 @@ from realgraph.graphs.check.switch import switch_off
 from realgraph.graphs.errors import suggest
 from realgraph.graphs.functions import judged_key
 from realgraph.graphs.keys import EVALUATED
-from realgraph.graphs.spec import Function, GraphSpec, generate_calls, leading_call
+from realgraph.graphs.spec import Function, GraphSpec, Train, generate_calls, leading_call
 from realgraph.run_file.rollout_checks import Mistake
 from realgraph.run_file.run_spec import RunSpec
 from realgraph.runtime.data.row_files import lacks_split
@@ -21,12 +21,8 @@ def eval_mistakes(run: RunSpec, spec: EvalSpec, graph: GraphSpec) -> Iterator[Mi
     yield from scoring
     if any(path == "$.eval" for path, *_ in scoring):
         return  # what it would be like does not matter
-    if max(spec.k, default=1) > spec.n:
-        text = f"pass@{max(spec.k)} needs at least {max(spec.k)} samples a prompt, but eval.n is {spec.n}"
-        yield "$.eval.k", text, f"set eval.n to {max(spec.k)} or more"
-    if spec.n > 1 and spec.temperature == 0:
-        text = f"greedy decoding gives the same text {spec.n} times"
-        yield "$.eval.n", text, "set eval.temperature above 0, or eval.n to 1"
+    if leading_call(switch_off(graph)[0]):
+        yield from _sampling(spec)
     if spec.on is not None and not run.staleness:
         text = "the run is synchronous, so nothing goes on during an evaluation"
         yield "$.eval.on", text, "set staleness to 1 or more, or leave eval.on out"
@@ -35,6 +31,16 @@ def eval_mistakes(run: RunSpec, spec: EvalSpec, graph: GraphSpec) -> Iterator[Mi
     if spec.data is None and spec.active and lacks_split(run.data, "test"):
         text = "the training data are files, which have no test split to evaluate on"
         yield "$.eval", text, "give eval.data: {path: ...}, or eval.every: 0"
+
+
+def _sampling(spec: EvalSpec) -> Iterator[Mistake]:
+    """Samples of a prompt that pass@k lacks, or that are all the same."""
+    if max(spec.k, default=1) > spec.n:
+        text = f"pass@{max(spec.k)} needs at least {max(spec.k)} samples a prompt, but eval.n is {spec.n}"
+        yield "$.eval.k", text, f"set eval.n to {max(spec.k)} or more"
+    if spec.n > 1 and spec.temperature == 0:
+        text = f"greedy decoding gives the same text {spec.n} times"
+        yield "$.eval.n", text, "set eval.temperature above 0, or eval.n to 1"
 
 
 def _unsaved(run: RunSpec, spec: EvalSpec) -> Iterator[Mistake]:
@@ -50,11 +56,12 @@ def _unsaved(run: RunSpec, spec: EvalSpec) -> Iterator[Mistake]:
 
 
 def scoring_mistakes(spec: EvalSpec, graph: GraphSpec) -> Iterator[Mistake]:
-    """An evaluation scores samples of the leading call, each for itself, by a function and those that it reads of."""
+    """An evaluation scores samples of the leading call, each for itself, by a function and those that it reads of. One
+    of a graph that generates nothing is of the loss."""
     live, _ = switch_off(graph)
     if not leading_call(live):
-        text = "the graph generates nothing, and an evaluation scores what is generated"
-        yield "$.eval", text, "leave eval out"
+        if not any(isinstance(call, Train) for call in live.calls.values()):
+            yield "$.eval", "the graph neither generates nor trains, so there is nothing to evaluate", "leave eval out"
         return
     given = _given(live)
     able = [name for name in live.calls if not any(_unable(name, live, given))]

@@ -15,10 +15,11 @@ from realgraph.graphs.yaml.merge import walk
 from realgraph.run_file.rollout_checks import Mistake
 from realgraph.run_file.run_spec import RunSpec
 from realgraph.runtime.data.row_files import files_at
-from realgraph.runtime.job.job import OutputSpec, RuntimeSpec
+from realgraph.runtime.job.job import EvalSpec, OutputSpec, RuntimeSpec
 from realgraph.runtime.job.rollout import RolloutSpec
 
 OF_ENGINE_LOSS = ("min_engines", "replacements")
+OF_SAMPLES = ("n", "temperature", "k", "threshold", "call")  # of an evaluation
 OF_ASYNCHRONY = ("interrupt", *OF_ENGINE_LOSS)
 _PARAM = re.compile(r"\$\{params\.([^}.\[]+)\}")
 
@@ -27,6 +28,7 @@ def run_warnings(run: RunSpec, graph: Graph) -> Iterator[Mistake]:
     """All of them, but for `unread_params`."""
     yield from _rollout(run, graph)
     yield from _ages(run, graph)
+    yield from _evaluation(run, graph)
     yield from _data(run)
     yield from _outputs(run, graph)
     yield from _runtime(run, graph)
@@ -96,6 +98,12 @@ def _ages(run: RunSpec, graph: Graph) -> Iterator[Mistake]:
         yield "$.overdue", text, "leave it out, or set staleness to 1 or more"
     if run.data.truncated != "keep" and not graph.generates:
         yield "$.data.truncated", "no call generates, so no sample is cut", "leave it out"
+
+
+def _evaluation(run: RunSpec, graph: Graph) -> Iterator[Mistake]:
+    if run.eval is not None and not graph.generates:
+        for name in changed_fields(run.eval, EvalSpec(), OF_SAMPLES):
+            yield f"$.eval.{name}", "no call generates, so that evaluations are of the loss", "leave it out"
 
 
 def _data(run: RunSpec) -> Iterator[Mistake]:

@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 from realgraph.runtime.commands.tally import StepTally, TallyNumbers
-from realgraph.runtime.wire.protocol import Done, Mean
+from realgraph.runtime.wire.protocol import Done, Mean, Sample
 
 TaskKind = Literal["stream", "prefetch", "call", "reallocate", "save", "evaluate"]
 
@@ -27,6 +27,7 @@ class TaskImage(Struct, frozen=True):
     by_group: dict[int, dict[str, Mean]]
     state: dict[str, float]
     tally: int  # its number
+    loaded: dict[int, tuple[Sample, ...]] = {}
 
 
 class TasksImage(Struct, frozen=True):
@@ -40,11 +41,12 @@ class TasksImage(Struct, frozen=True):
 
 class Task:
     """One command to one or more workers. `groups`: of a streaming function, the groups it works on; `left_out`: the
-    samples of these that it has left out, by group; `by_group`: what it has measured of each."""
+    samples of these that it has left out, by group; `by_group`: what it has measured of each; `loaded`: the samples of
+    held-out rows that each worker has loaded."""
 
     __slots__ = (
-        *("by_group", "call", "deadline", "groups", "kind", "left_out", "number", "started", "state", "step", "tally"),
-        "waiting",
+        *("by_group", "call", "deadline", "groups", "kind", "left_out", "loaded", "number", "started", "state"),
+        *("step", "tally", "waiting"),
     )
 
     def __init__(self, number: int, kind: TaskKind, call: str, step: int) -> None:
@@ -55,6 +57,7 @@ class Task:
         self.groups: tuple[int, ...] = ()
         self.left_out: dict[int, tuple[int, ...]] = {}
         self.by_group: dict[int, dict[str, Mean]] = {}
+        self.loaded: dict[int, tuple[Sample, ...]] = {}
         self.state: dict[str, float] = {}
         self.tally = StepTally()
 
@@ -71,6 +74,8 @@ class Task:
             self.state.update(reply.state)
         if reply.left_out:
             self.left_out.update(reply.left_out)
+        if reply.loaded:
+            self.loaded[reply.worker] = reply.loaded
         if reply.by_group and self.kind == "stream":
             self.by_group.update(reply.by_group)
         elif reply.by_group:
@@ -169,6 +174,7 @@ class Tasks:
                 dict(task.by_group),
                 dict(task.state),
                 tallies.of(task.tally),
+                dict(task.loaded),
             )
             for task in self.flying.values()
         ]
@@ -184,7 +190,7 @@ class Tasks:
             task = Task(entry.number, entry.kind, entry.call, entry.step)
             task.waiting, task.started, task.deadline = set(entry.waiting), entry.started, entry.deadline
             task.groups, task.left_out, task.state = entry.groups, dict(entry.left_out), dict(entry.state)
-            task.by_group = dict(entry.by_group)
+            task.by_group, task.loaded = dict(entry.by_group), dict(entry.loaded)
             task.tally = tallies[entry.tally]
             self.flying[task.number] = task
             self._due.append((task.deadline, task.number, -1))

@@ -70,7 +70,8 @@ EvalOn = Literal["engine", "interleaved", "checkpoint"]
 
 
 class EvalSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """Held-out evaluation every `every` steps: the reward function over n samples a prompt; best checkpoint kept.
+    """Held-out evaluation every `every` steps: the reward function over n samples a prompt; best checkpoint kept. Of a
+    graph that generates nothing: the loss of the held-out rows, and what it measures.
 
     Samples are judged by what an advantage takes for the reward of all that `call` writes, else by its first number.
     `on`: of asynchronous runs, whose training and generation go on meanwhile: `engine`: the last data-parallel replica

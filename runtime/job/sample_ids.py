@@ -25,3 +25,13 @@ def group_of(sample: int) -> int:
 def place_of(sample: int) -> int:
     """The place of a sample in its group, from 0."""
     return sample % MOST_SAMPLES
+
+
+def held_out_group(row: int) -> int:
+    """The number of the group of a held-out row: below those of training, so that none is met twice."""
+    return -1 - row
+
+
+def row_held_out(group: int) -> int:
+    """The held-out row of such a group."""
+    return -1 - group

@@ -10,6 +10,7 @@ from realgraph.runtime.commands.actions import Action, EvalEnded, Send
 from realgraph.runtime.commands.tasks import Task
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.devices import Devices
+from realgraph.runtime.scheduler.held_out import HeldOutLoss
 from realgraph.runtime.scheduler.program import Program
 from realgraph.runtime.scheduler.step_boundary import BoundaryWork, StepBoundary
 from realgraph.runtime.scheduler.steps import OpenSteps
@@ -24,16 +25,30 @@ class BoundaryRunner:
 
     def __init__(self, job: Job, program: Program, boundary: StepBoundary, steps: OpenSteps, devices: Devices) -> None:
         self._job, self._program, self._boundary, self._steps, self._devices = job, program, boundary, steps, devices
+        self.held_out = HeldOutLoss(job, program, steps, devices)
         self.task: int | None = None  # its number
         self.beside: int | None = None  # the number of an evaluation that the run goes on beside
         self.spoiled = False  # one of the engines of the evaluation in hand is gone: it is made again
 
-    def work(self, workers: Sequence[int], n_eval_rows: int, now: float) -> list[Action] | None:
+    def work(self, workers: Sequence[int], now: float) -> list[Action] | None:
         """Start the next evaluation or checkpoint, or what it waits for; None where nothing can be done now."""
         work = self._boundary.queue[0]
         if self.task is not None:
             return None
-        return self._evaluate(work, n_eval_rows, now) if work.kind == "evaluate" else self._save(work, workers, now)
+        if work.kind == "save":
+            return self._save(work, workers, now)
+        return self._evaluate(work, now) if self._program.generate else self._evaluate_loss(work, now)
+
+    def _evaluate_loss(self, work: BoundaryWork, now: float) -> list[Action] | None:
+        """Start the next part of an evaluation by the loss, on devices where nothing runs."""
+        turns = self._devices.turns
+        if not turns.idle(turns.lanes):
+            return None
+        task, actions = self.held_out.start(work.step, self._boundary.n_eval_rows, now)
+        if task is not None:
+            self.task = task.number
+            turns.hold(turns.lanes, task.number)
+        return actions
 
     def evaluated(self, task: Task) -> list[Action]:
         """An evaluation has ended on all its workers."""
@@ -41,12 +56,24 @@ class BoundaryRunner:
         if self.spoiled:
             self._again(task)
             return []
+        if not self._program.generate:
+            return self._part_ended(task)
         beside = task.number == self.beside
         self._done(task)
         metrics = task.tally.metrics.get(task.call, {})
         best = self._boundary.judge(task.step, metrics, beside=beside)
         ended = EvalEnded(task.step, metrics, best, tuple(task.tally.transcripts))
         return [ended] if beside else [ended, *self._devices.release_generator()]
+
+    def _part_ended(self, task: Task) -> list[Action]:
+        """A part of an evaluation by the loss has ended, perhaps the last one."""
+        drops, metrics = self.held_out.ended(task, self._boundary.n_eval_rows)
+        if metrics is None:
+            self.task = None
+            return drops
+        self._done(task)
+        best = self._boundary.judge(task.step, metrics)
+        return [*drops, EvalEnded(task.step, metrics, best, tuple(task.tally.transcripts))]
 
     def saved(self, task: Task, now: float) -> None:
         """A checkpoint is written."""
@@ -75,12 +102,9 @@ class BoundaryRunner:
         """The folder that the checkpoint of `step` steps is written to; it gets its name when it is whole."""
         return f"{self._job.run_dir}/checkpoints/step-{step:06d}{PARTIAL}"
 
-    def _evaluate(self, work: BoundaryWork, n_rows: int, now: float) -> list[Action] | None:
+    def _evaluate(self, work: BoundaryWork, now: float) -> list[Action] | None:
         """Evaluate the newest weights on every engine that makes rollouts; an open session goes on afterwards."""
-        name, spec = self._program.generate, self._job.eval
-        if not name or spec is None:
-            self._boundary.queue.popleft()
-            return []
+        name = self._program.generate
         if self.beside is not None:
             return None
         if work.step <= self._boundary.evaluated_step:  # while the run went on, by engines that were ahead of its steps
@@ -93,18 +117,18 @@ class BoundaryRunner:
             return self._devices.reallocate(name, now)
         if not turns.idle(turns.of(name)):
             return None
-        self.task, sends = self._send(work, self._devices.engines.heads, n_rows, now)
+        self.task, sends = self._send(work, self._devices.engines.heads, now)
         turns.hold(turns.of(name), self.task)
         return [*sends]
 
-    def evaluate_beside(self, n_rows: int, now: float) -> list[Action] | None:
+    def evaluate_beside(self, now: float) -> list[Action] | None:
         """Start the evaluation that is due while the run goes on, once engines have the weights of its step, or newer
         ones; None where there is nothing to start."""
         due, spec = self._boundary.evaluation, self._job.eval
         if spec is None or self.beside is not None or self.task is not None:
             return None
         if spec.on == "checkpoint":
-            return self._evaluate_saved(due, n_rows, now)
+            return self._evaluate_saved(due, now)
         if due <= self._boundary.evaluated_step:  # -1, or engines were ahead of the steps that had ended
             self._boundary.evaluation = -1
             return None
@@ -113,12 +137,12 @@ class BoundaryRunner:
             return None
         owners = self._devices.engines.heads
         owners = owners[-1:] if spec.on == "engine" else owners
-        self.beside, sends = self._send(BoundaryWork("evaluate", step), owners, n_rows, now, beside=True)
+        self.beside, sends = self._send(BoundaryWork("evaluate", step), owners, now, beside=True)
         self._boundary.evaluation = -1
         self._devices.engines.keep([send.worker for send in sends])
         return [*sends]
 
-    def _evaluate_saved(self, step: int, n_rows: int, now: float) -> list[Action] | None:
+    def _evaluate_saved(self, step: int, now: float) -> list[Action] | None:
         """Evaluate a checkpoint on the last engine: it gets no more groups and no weights, and begins once it has none
         left and the others have the weights that it lacks, or newer ones."""
         engines, version = self._devices.engines, step * self._program.trains_of(self._program.generate)
@@ -133,7 +157,7 @@ class BoundaryRunner:
         engines.load(engine, version, self._devices.generator_weights)
         checkpoint = self.folder(step).removesuffix(PARTIAL)
         work = BoundaryWork("evaluate", step)
-        self.beside, sends = self._send(work, (engine,), n_rows, now, beside=True, checkpoint=checkpoint)
+        self.beside, sends = self._send(work, (engine,), now, beside=True, checkpoint=checkpoint)
         self._boundary.evaluation = -1
         return [*sends]
 
@@ -141,14 +165,13 @@ class BoundaryRunner:
         self,
         work: BoundaryWork,
         owners: Sequence[int],
-        n_rows: int,
         now: float,
         *,
         beside: bool = False,
         checkpoint: str = "",
     ) -> tuple[int, list[Send]]:
         """The task of an evaluation, and its commands to engines."""
-        spec, step = self._job.eval, work.step
+        spec, step, n_rows = self._job.eval, work.step, self._boundary.n_eval_rows
         assert spec is not None
         call = self._program.calls[self._program.generate]
         task = self._steps.open("evaluate", "evaluate", step)

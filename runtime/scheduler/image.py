@@ -11,6 +11,7 @@ from realgraph.runtime.commands.tasks import TasksImage
 from realgraph.runtime.scheduler.collection import CollectionImage
 from realgraph.runtime.scheduler.devices import DevicesImage
 from realgraph.runtime.scheduler.groups.ledger import LedgerImage
+from realgraph.runtime.scheduler.held_out import HeldOutImage
 from realgraph.runtime.scheduler.step_boundary import BoundaryImage
 from realgraph.runtime.scheduler.steps import OpenStepsImage
 
@@ -26,6 +27,7 @@ class SchedulerImage(Struct, frozen=True):
     devices: DevicesImage
     boundary: BoundaryImage
     boundary_task: int | None  # the evaluation or checkpoint in hand
+    held_out: HeldOutImage
     spoiled: bool  # an engine of the evaluation in hand is gone
     gone: tuple[int, ...]  # workers
     beside: int | None  # the evaluation that the run goes on beside

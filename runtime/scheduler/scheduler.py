@@ -53,7 +53,7 @@ class Scheduler:
     ) -> None:
         if n_rows < 1:
             raise ValueError("the data set has no rows")
-        self._job, self._workers, self._n_rows, self._n_eval_rows = job, tuple(workers), n_rows, n_eval_rows
+        self._job, self._workers, self._n_rows = job, tuple(workers), n_rows
         self._program = make_program(job, workers)
         self._fresh = state is None
         self._last_state = last = state or Checkpointed(0, dict.fromkeys(self._program.trains, 0), 0, 0, 0)
@@ -119,6 +119,7 @@ class Scheduler:
             devices=self._devices.image,
             boundary=self._boundary.image,
             boundary_task=self._boundary_runner.task,
+            held_out=self._boundary_runner.held_out.image(numbers),
             spoiled=self._boundary_runner.spoiled,
             gone=tuple(sorted(self._losses.gone)),
             beside=self._boundary_runner.beside,
@@ -137,6 +138,7 @@ class Scheduler:
         self._devices.restore(image.devices)
         self._boundary.restore(image.boundary)
         self._boundary_runner.task, self._boundary_runner.beside = image.boundary_task, image.beside
+        self._boundary_runner.held_out.restore(image.held_out, tallies)
         self._boundary_runner.spoiled, self._losses.gone = image.spoiled, set(image.gone)
 
     def check(self) -> None:
@@ -313,7 +315,7 @@ class Scheduler:
 
         None where nothing happened that may let something else start.
         """
-        beside = self._boundary_runner.evaluate_beside(self._n_eval_rows, now)
+        beside = self._boundary_runner.evaluate_beside(now)
         if beside is not None:
             return beside
         batched = self._assemble(now)
@@ -321,7 +323,7 @@ class Scheduler:
         ended = self._end_step(now)
         self._boundary.end_with_save(self._steps.completed)
         if self._boundary.queue:
-            last = self._boundary_runner.work(self._losses.left(self._workers), self._n_eval_rows, now)
+            last = self._boundary_runner.work(self._losses.left(self._workers), now)
         elif self._steps.completed >= self._boundary.target:
             last = self._halt(None, "stopped" if self._boundary.stopping else "finished")
         else:

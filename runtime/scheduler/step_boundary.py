@@ -10,7 +10,7 @@ from realgraph.runtime.commands.actions import Checkpointed
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.wire.protocol import Metric
 
-# The first of these that an evaluation reports decides which is best, then its reward.
+# The first of these that an evaluation reports decides which is best, then its reward; else the least loss does.
 BEST_BY = ("accuracy", "pass@1", "reward")
 
 
@@ -42,6 +42,7 @@ class StepBoundary:
     """The work due at step boundaries, the end of the run (`target` completed steps) and the best evaluation."""
 
     def __init__(self, job: Job, state: Checkpointed, n_eval_rows: int) -> None:
+        self.n_eval_rows = n_eval_rows
         self.target = max(job.steps, state.step)
         self.saved = state.step
         self.stopping = False
@@ -164,15 +165,16 @@ class StepBoundary:
     def judge(self, step: int, metrics: Mapping[str, Metric], *, beside: bool = False) -> bool:
         """True where this evaluation is better than all before it: it is remembered, and its weights are saved.
 
-        Of equal ones, such as where every sample is right, the one with the higher reward is better.
+        Of equal ones, such as where every sample is right, the one with the higher reward or lower loss is better.
         Of step 0 nothing is saved: those weights are the run's own starting point. beside: the run has gone on since;
         then its weights have to be saved already.
         """
         self.evaluated_step = step
-        value = next((metrics[name].value for name in BEST_BY if name in metrics), None)
-        if value is None:
+        loss = metrics["loss"].value if "loss" in metrics else 0.0
+        reward = metrics["reward"].value if "reward" in metrics else -loss
+        value = next((metrics[name].value for name in BEST_BY if name in metrics), -loss)
+        if metrics.keys().isdisjoint((*BEST_BY, "loss")):
             return False
-        reward = metrics["reward"].value if "reward" in metrics else 0.0
         if self.best_step >= 0 and (value, reward) <= (self.best_value, self.best_reward):
             return False
         if beside and step and step not in self._written:

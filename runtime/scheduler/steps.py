@@ -213,35 +213,50 @@ class OpenSteps:
         """The task of `name` of step `number`, and its commands to its workers."""
         call, step = self._program.calls[name], self._open[number]
         task = self.tasks.open("call", name, number, step.tally)
-        match call.kind:
-            case "inference" | "train":
-                parts = _parts_of_mesh(call, step.batch)
-                seconds = self.limit(call.predicted_seconds)
-            case "late":
-                parts = _parts_of_units(call, step.batch)
-                most = max(len(shares) for _, shares, _ in parts)
-                queue = call.timeout_seconds * math.ceil(most / self._job.runtime.function_processes)
-                seconds = queue + self._program.slack_seconds
-            case "whole":
-                parts = _parts_of_whole(call, step.batch)
-                seconds = self.limit(self.longest_seconds) + call.timeout_seconds
-            case "generate" | "stream":
-                raise AssertionError(f"{name!r} runs group by group, outside of steps")
-            case _:
-                assert_never(call.kind)
-        version, state = versions.get(call.role, 0), self.carried.get(name, {})
-        actions: list[Action] = []
-        workers: list[int] = []
-        for members, shares, sources in parts:
-            command = Execute(task.number, name, number, shares, sources, version, state, seconds)
-            for worker in members:
-                actions.append(Send(worker, command))
-                workers.append(worker)
-        self.tasks.fly(task, workers, now, seconds)
+        actions = self.run(task, call, step.batch, versions, now)
         step.started.add(name)
         if call.kind == "train":
             self.newest_train = max(self.newest_train, number)
         return task, actions
+
+    def run(
+        self,
+        task: Task,
+        call: CallPlan,
+        batch: Batch,
+        versions: Mapping[str, int],
+        now: float,
+        *,
+        held_out: bool = False,
+    ) -> list[Action]:
+        """The commands of `task`, by which `call` works on a batch: of a step, or of held-out rows."""
+        match call.kind:
+            case "inference" | "train":
+                parts = _parts_of_mesh(call, batch)
+                seconds = self.limit(call.predicted_seconds)
+            case "late" | "stream":
+                parts = _parts_of_units(call, batch)
+                most = max(len(shares) for _, shares, _ in parts)
+                queue = call.timeout_seconds * math.ceil(most / self._job.runtime.function_processes)
+                seconds = queue + self._program.slack_seconds
+            case "whole":
+                parts = _parts_of_whole(call, batch)
+                seconds = self.limit(self.longest_seconds) + call.timeout_seconds
+            case "generate":
+                raise AssertionError(f"{call.name!r} runs group by group, outside of steps")
+            case _:
+                assert_never(call.kind)
+        version, state = versions.get(call.role, 0), self.carried.get(call.name, {})
+        what = (task.number, call.name, task.step)
+        actions: list[Action] = []
+        workers: list[int] = []
+        for members, shares, sources in parts:
+            command = Execute(*what, shares, sources, version, state, seconds, held_out)
+            for worker in members:
+                actions.append(Send(worker, command))
+                workers.append(worker)
+        self.tasks.fly(task, workers, now, seconds)
+        return actions
 
 
 def _parts_of_mesh(call: CallPlan, batch: Batch) -> list[Part]:

@@ -101,6 +101,12 @@ class TorchTrainEngine:
         """[T] for logprobs and values, [N] for scores; float32, on the CPU, in the batch's order."""
         return self.passes.inference(batch, Wants(output, temperature)).to("cpu", torch.float32)
 
+    def evaluate(self, call: Train, batch: Packed) -> dict[str, Metric]:
+        """See TrainEngine. Raises NumericsError for a loss that is not finite."""
+        found = self.passes.evaluate(call, self.passes.parts(call.loss, [batch], self.version)[0])
+        self._reshard()
+        return found if self.ranks.heads else {}
+
     # --- training -----------------------------------------------------------------------------------------------------
 
     def train(self, call: Train, minibatches: Sequence[Packed], how: TrainOptions | None = None) -> dict[str, Metric]:

@@ -114,6 +114,11 @@ class OffloadedEngine:
         with self._states.used(changed=True):
             return self._engine.train(call, minibatches, how)
 
+    def evaluate(self, call: Train, batch: Packed) -> dict[str, Metric]:
+        """See TrainEngine."""
+        with self._states.used(changed=False):
+            return self._engine.evaluate(call, batch)
+
     def weights(self) -> Weights:
         """See TrainEngine."""
         with self._states.used(changed=False):

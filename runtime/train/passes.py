@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -20,12 +21,14 @@ from realgraph.graphs.spec import ModelRole, Train
 from realgraph.runtime.algorithms import losses
 from realgraph.runtime.batch import Outputs, Packed
 from realgraph.runtime.engine import TrainSettings
+from realgraph.runtime.job.sample_ids import group_of, row_held_out
 from realgraph.runtime.models.building import DTYPES
 from realgraph.runtime.models.models import PackedModel, Wants
 from realgraph.runtime.parallel.experts.routing import record_of
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.parallel.pipeline.stage import stage_of
 from realgraph.runtime.train.audit import seen_of
+from realgraph.runtime.train.errors import NumericsError
 from realgraph.runtime.train.microbatch import cut, idle, rejoin, units
 from realgraph.runtime.train.observed import Aim, gap_sums, observed
 from realgraph.runtime.train.optimizer import Masters
@@ -286,6 +289,26 @@ class ModelPasses:
             masters.collect()
             judged.note()
         return tally
+
+    @torch.no_grad()
+    def evaluate(self, call: Train, part: StepShare) -> dict[str, Metric]:
+        """The loss and its own metrics over this rank's micro-batches, by forward passes; of the balance of experts,
+        which is of training alone, nothing. None on pipeline stages before the last. Raises NumericsError."""
+        terms = {name: term for name, term in call.loss.terms.items() if not term.of_routes}
+        loss = msgspec.structs.replace(call.loss, terms=terms)
+        wants = self._wants(msgspec.structs.replace(call, loss=loss))
+        work = self._step_work(part, wants if losses.needs(loss).entropy else replace(wants, entropy="no"))
+        tally, one = PassTotals(), torch.ones((), dtype=torch.float64)
+        for microbatch, outputs in zip(work[: len(part.cuts)], self._outputs(work), strict=False):
+            value, metrics = losses.evaluate(loss, microbatch.batch, outputs, one, functions=self.settings.functions)
+            tally.take(float(value), microbatch.batch, outputs)
+            tally.add(metrics)
+        if tally.blamed:
+            rows = ", ".join(str(row_held_out(group_of(sample))) for sample in tally.blamed)
+            raise NumericsError(f"the loss of held-out rows is not finite: {rows} (from 0)", tally.blamed)
+        if part.idle:
+            tally.add({f"{name}loss": Mean(0.0, part.idle) for name in ("", *(f"{name}_" for name in terms))})
+        return tally.metrics
 
     def _step_work(self, part: StepShare, wants: Wants) -> list[PackedMicroBatch]:
         """The micro-batches of an optimizer step on this rank, and the dummies that make passes equal."""

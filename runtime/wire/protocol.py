@@ -51,6 +51,7 @@ class Load(_Message, frozen=True):
     """Read the data rows of `groups`, tokenise them, and put the graph's inputs into the store."""
 
     groups: tuple[int, ...]
+    task: int | None = None  # of an evaluation, whose groups are held-out rows (`held_out_group`): answered with Done
 
 
 class SampleSource(Struct, frozen=True, gc=False):
@@ -86,8 +87,7 @@ class Keep(_Message, frozen=True):
 
 
 class Forget(_Message, frozen=True):
-    """A worker is gone: await nothing from it, and forget what this one keeps of its tokens and was not asked for. No
-    answer."""
+    """A worker is gone: await nothing from it, forget what is kept of its tokens and was not asked for. No answer."""
 
     worker: int
 
@@ -104,6 +104,7 @@ class Execute(_Message, frozen=True, gc=False):
     version: int = 0  # of the role's weights to use
     state: dict[str, float] = field(default_factory=dict)  # the call's carried numbers (adaptive KL)
     deadline_seconds: float = 600.0
+    held_out: bool = False  # the samples are held-out rows: a train call evaluates its loss and takes no step
 
 
 class Reallocate(_Message, frozen=True):
@@ -361,6 +362,7 @@ class Done(_Message, frozen=True, gc=False):
     transcripts: tuple[str, ...] = ()
     arrived: ArrivedBytes = ArrivedBytes()  # for this task
     held: HeldBytes | None = None  # of the copy that a model call or a reallocation has used
+    loaded: tuple[Sample, ...] = ()  # of held-out rows
 
 
 class Failed(_Message, frozen=True):

@@ -248,8 +248,8 @@ class Compute:
         match work:
             case Collect(call=call):
                 return self._collect(call)
-            case Load(groups=groups):
-                return self._load(groups)
+            case Load():
+                return self._load(work)
             case Submit():
                 return self._submit(work)
             case Keep() | Forget() | Tell():
@@ -290,7 +290,7 @@ class Compute:
         done = self._run_alone(work)
         peak = memory.peak()
         memory.begin()  # what generates next is counted by itself
-        planned = isinstance(work, Execute) and done.call in self.job.plan.allocations
+        planned = isinstance(work, Execute) and not work.held_out and done.call in self.job.plan.allocations
         if not planned or peak is None:
             return done
         return msgspec.structs.replace(done, metrics={**done.metrics, PEAK_BYTES: Max(float(peak))})
@@ -317,6 +317,9 @@ class Compute:
 
     def _run_alone(self, work: AloneCommand) -> Done:
         match work:
+            case Execute(held_out=True):
+                self.roles.end_prefetches()
+                return msgspec.structs.replace(self._calls.run(work, lambda: None), call="evaluate")
             case Execute(call=call):
                 with self.roles.prefetching(call) as early:
                     done = self._execute(work)
@@ -373,7 +376,11 @@ class Compute:
         self.roles.save(self._resources.run_path(folder))
         return gaps
 
-    def _load(self, groups: Sequence[int]) -> Loaded:
+    def _load(self, work: Load) -> Loaded | Done:
+        groups = work.groups
+        if work.task is not None:
+            loaded = self._loading.load_held_out(groups, self._assembler)
+            return Done(self.worker, work.task, "evaluate", loaded=loaded)
         samples, skipped = self._loading.load_samples(groups, self._assembler)
         return Loaded(self.worker, tuple(g for g in groups if g not in skipped), samples, skipped)
 

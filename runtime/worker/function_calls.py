@@ -94,7 +94,7 @@ class FunctionCalls:
         return Done(
             worker=self._worker,
             task=command.task,
-            call=command.call,
+            call="evaluate" if command.held_out else command.call,
             metrics=of_batch if whole else {},
             left_out=left_out,
             by_group={} if whole else _transposed(means),

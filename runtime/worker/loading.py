@@ -1,7 +1,7 @@
 """The data of one worker: rows of prompt groups into the store, prompts of held-out rows and those that other calls
 wrote, tokens back to text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -16,7 +16,7 @@ from realgraph.runtime.data.tokenize import Tokenizer, load_tokenizer
 from realgraph.runtime.generate.rollouts import Rollouts
 from realgraph.runtime.job.cursor import row_of
 from realgraph.runtime.job.job import DataSpec, Job
-from realgraph.runtime.job.sample_ids import group_of, sample_id
+from realgraph.runtime.job.sample_ids import group_of, row_held_out, sample_id
 from realgraph.runtime.store.assemble import Assembler, decode_value
 from realgraph.runtime.wire.protocol import Sample, Submit
 
@@ -86,12 +86,15 @@ class Loading:
     def load_samples(self, groups: Sequence[int], assembler: Assembler) -> tuple[tuple[Sample, ...], tuple[int, ...]]:
         """Put groups whose samples come from the data into the store: (samples, groups that are too long)."""
         rows, skipped = self._load(groups, assembler)
-        samples = [
-            Sample(sample_id(group, index), len(keys[TOKENS]))
-            for group, row in rows.items()
-            for index, keys in enumerate(row.samples)
-        ]
-        return tuple(samples), skipped
+        return _samples(rows), skipped
+
+    def load_held_out(self, groups: Sequence[int], assembler: Assembler) -> tuple[Sample, ...]:
+        """Put the held-out rows of groups into the store; those that are too long are left out."""
+        assert self._eval is not None
+        read = {group: self._eval.row(row_held_out(group)) for group in groups}
+        loaded = {group: row for group, row in read.items() if isinstance(row, DataRow)}
+        _put(loaded, assembler)
+        return _samples(loaded)
 
     def _load(self, groups: Sequence[int], assembler: Assembler) -> tuple[dict[int, DataRow], tuple[int, ...]]:
         """The rows of groups, their keys in the store: by group, and by sample where the data give samples."""
@@ -99,15 +102,7 @@ class Loading:
         if not self._job.staleness:  # each step asks for its groups at once, after training
             self._ahead.expect(self._row_of(group + self._a_step) for group in groups)
         rows = {group: row for group, row in loaded.items() if isinstance(row, DataRow)}
-        columns: dict[str, dict[int, Any]] = {}
-        for group, row in rows.items():
-            for name, value in row.group.items():
-                columns.setdefault(name, {})[group] = value
-            for index, keys in enumerate(row.samples):
-                for name, value in keys.items():
-                    columns.setdefault(name, {})[sample_id(group, index)] = value
-        for name, column in columns.items():
-            assembler.put_values(name, tuple(column), tuple(column.values()))
+        _put(rows, assembler)
         return rows, tuple(group for group in groups if group not in rows)
 
     def eval_prompts(self, rows: Sequence[int]) -> list[Prompt]:
@@ -128,6 +123,28 @@ class Loading:
             assert isinstance(call, Generate)
             return call.reads[0]
         return next(key.name for key in graph.inputs if key.type.dtype == "tokens")
+
+
+def _put(rows: Mapping[int, DataRow], assembler: Assembler) -> None:
+    """Store the keys of rows: by group, and by sample where the data give samples."""
+    columns: dict[str, dict[int, Any]] = {}
+    for group, row in rows.items():
+        for name, value in row.group.items():
+            columns.setdefault(name, {})[group] = value
+        for index, keys in enumerate(row.samples):
+            for name, value in keys.items():
+                columns.setdefault(name, {})[sample_id(group, index)] = value
+    for name, column in columns.items():
+        assembler.put_values(name, tuple(column), tuple(column.values()))
+
+
+def _samples(rows: Mapping[int, DataRow]) -> tuple[Sample, ...]:
+    """The samples that rows of data give."""
+    return tuple(
+        Sample(sample_id(group, index), len(keys[TOKENS]))
+        for group, row in rows.items()
+        for index, keys in enumerate(row.samples)
+    )
 
 
 class PromptError(Exception):

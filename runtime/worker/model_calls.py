@@ -135,6 +135,8 @@ class ModelCalls:
         self._check_version(command)
         minibatches = self._minibatches(command)
         engine = self._roles.trained[call.model]
+        if command.held_out:
+            return engine.evaluate(call, minibatches[0])
         self._roles.keep(call.model)
         recompute = self._allocations[command.call].recompute
         used: Audit | None = None if self._audit is None else []
