@@ -48,6 +48,7 @@ calls:
     loss: {aggregate: {kind: pair_mean}, terms: {preference: {beta: 0.1, ref: ref_logprobs}}}
 """
 
+PAIRS: dict[str, Any] = {"graph": "dpo.yaml", "params": None, "data": {"path": "pairs.jsonl", "columns": None}}
 WEIGHED = """
 name: weighed
 inputs: {tokens: sample tokens, mask: token bool, level: group float32}
@@ -145,8 +146,7 @@ def test_evaluations_change_nothing_of_what_is_trained(home: Path) -> None:
 def test_every_layout_has_the_loss_of_one_process(home: Path, algorithm: str, pin: dict[str, Any]) -> None:
     held_out(home, pairs=algorithm == "dpo")
     (home / "dpo.yaml").write_text(DPO)
-    pairs = {"graph": "dpo.yaml", "params": None, "data": {"path": "pairs.jsonl", "columns": None}}
-    run = SFT if algorithm == "sft" else merged(SFT, pairs)
+    run = SFT if algorithm == "sft" else merged(SFT, PAIRS)
     names = [f"{algorithm}-{'-'.join(pin)}-{n}" for n in (1, 2)]
     write_run(home, names[0], run, {"cluster": {"devices": 1}})
     write_run(home, names[1], run, {"allocation": {"train": {"devices": 2, **pin}}})
@@ -160,6 +160,17 @@ def test_every_layout_has_the_loss_of_one_process(home: Path, algorithm: str, pi
     if algorithm == "dpo":
         assert one[0]["loss"] == pytest.approx(math.log(2)) and one[0]["margin"] == pytest.approx(0, abs=1e-6)
         assert one[4]["accuracy"] > 0.5
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_compared_with_the_reference_of_its_run(home: Path) -> None:
+    held_out(home, pairs=True)
+    (home / "dpo.yaml").write_text(DPO)
+    write_run(home, "pairs", merged(SFT, PAIRS))
+    folder = finish(home, "run", "pairs.yaml", name="pairs").folder
+    loss = evaluations(folder)[4]["loss"]
+    last = str(folder / "checkpoints" / "step-000004")
+    assert f"loss {loss:.4g}" in finish(home, "eval", "pairs.yaml", "--checkpoint", last, name="compared").output()
 
 
 @pytest.mark.slow

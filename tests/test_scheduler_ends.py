@@ -101,7 +101,8 @@ def test_a_worker_that_never_answers_is_named_at_the_deadline(seed: int) -> None
     assert halt.error.kind == "deadline"
     assert halt.error.worker == worker
     if isinstance(command, Execute):
-        assert f"{command.call} of step {command.step} has not ended on worker {worker}" in halt.reason
+        when = "the evaluation after step" if command.held_out else "step"
+        assert f"{command.call} of {when} {command.step} has not ended on worker {worker}" in halt.reason
     if isinstance(command, Submit):
         assert f"rollout has not finished any of {len(command.groups)} groups on worker {worker}" in halt.reason
     assert simulator.now >= 1000.0

@@ -20,7 +20,8 @@ def doing_text(task: Task | TaskImage) -> str:
         case "save":
             return f"the checkpoint of step {task.step}"
         case "evaluate":
-            return f"the evaluation after step {task.step}"
+            part = f"{task.call} of " if task.call not in ("", "evaluate") else ""  # by the loss, call by call
+            return f"{part}the evaluation after step {task.step}"
         case "reallocate":
             return f"the reallocation of weights for {task.call}"
         case "prefetch":
