@@ -1,4 +1,5 @@
-"""`realgraph check`: every mistake of a run file or a graph file at once. Imports no torch and uses no network."""
+"""`realgraph check`: every mistake of a run file or a graph file at once, but for those that a search for a plan finds.
+Imports no torch and uses no network."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from realgraph.graphs.graph import Graph
 from realgraph.graphs.yaml.document import read_document
 from realgraph.graphs.yaml.load import shown_name
 from realgraph.planner.report.format import counted
+from realgraph.run.planning import refuse_unplannable
 from realgraph.run_file.compose import Checked, check_document
 from realgraph.run_file.function_variables import refuse_unset
 from realgraph.run_file.open_graph import graph_and_warnings, is_graph
@@ -26,6 +28,7 @@ def check_command(file: Path, overrides: Sequence[str] = (), resolved: bool = Fa
         else:
             checked = check_document(document, file, overrides)
             refuse_unset(checked, variables())
+            refuse_unplannable(checked)
             _report_run(file, checked, resolved, json_out)
     except ConfigError as error:
         if json_out:

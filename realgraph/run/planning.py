@@ -20,6 +20,7 @@ from realgraph.planner.inputs.detect import AUTO, CPU, Probe, probe, resolve
 from realgraph.planner.inputs.model_configs import load_model_spec
 from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.planner.inputs.workload import Workload
+from realgraph.planner.options.constraints import constraint_problems
 from realgraph.planner.plan.codec import plan_from_json
 from realgraph.planner.plan.plan import Plan, Transport
 from realgraph.planner.request.cost_table import CostTable
@@ -107,6 +108,24 @@ def request_for(
         constraints=checked.run.constraints,
         memory=checked.run.memory,
     )
+
+
+def refuse_unplannable(checked: Checked) -> None:
+    """Refuse what no plan of the run can be, as far as that is known without a search and without looking at machines:
+    nothing where the cluster is left to these, or where the shape of a model of the Hub is not at hand. Raises
+    ConfigError."""
+    if not is_whole(checked.run.cluster):
+        return
+    models = checked.graph.models.items()
+    of_hub = {f"$.models.{name}.path" for name, role in models if not Path(role.path or "").is_absolute()}
+    try:
+        request = with_servers(request_for(checked)).request
+    except ConfigError as error:
+        problems = [problem for problem in error.problems if problem.where.path not in of_hub]
+    else:
+        problems = [_placed(checked, problem) for problem in constraint_problems(request)]
+    if problems:
+        raise ConfigError(sorted(problems))
 
 
 def with_lengths(workload: Workload, measured: Sequence[int]) -> Workload:

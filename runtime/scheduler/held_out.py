@@ -95,8 +95,8 @@ class HeldOutLoss:
     def ended(self, task: Task, n_rows: int) -> tuple[list[Action], dict[str, Metric] | None]:
         """A part has ended: what is forgotten after it, and the metrics where it was the last one."""
         if task.call == LOAD:
-            loaded = sorted(task.loaded.items())
-            self._groups = tuple([group for owner, samples in loaded for group in _groups(owner, samples)])
+            groups = [group for owner, samples in task.loaded.items() for group in _groups(owner, samples)]
+            self._groups = tuple(sorted(groups, key=lambda group: group.id))
             self._tally.n_skipped -= len(self._groups)
             self._batch = self._batched()
         else:
