@@ -29,6 +29,11 @@ CASES: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
     ),
     "a synchronous run, of which check warns": ([SHARED, "rollout.replacements=1", "staleness=0"], []),
     "defaults": ([SHARED], []),
+    "copies of weights": ([APART, "runtime.verify_weights=1"], []),
+    "weights read in place": (
+        ["allocation={rollout: {first: 0, devices: 1}, train: {first: 0, devices: 1}}", "runtime.verify_weights=1"],
+        [("$.runtime.verify_weights", "every call reads the trained weights in place")],
+    ),
 }
 
 

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 
 from realgraph.graphs.errors import Problem
+from realgraph.graphs.spec import Train, role_of
 from realgraph.planner.plan.plan import Plan
+from realgraph.planner.plan.residency import reallocations
 from realgraph.run_file.compose import Checked
 from realgraph.run_file.run_warnings import OF_ASYNCHRONY, OF_ENGINE_LOSS, changed_fields
 from realgraph.runtime.job.engine_loss import expendable_engines
@@ -14,9 +16,22 @@ RULE = "without_effect"
 
 def plan_warnings(checked: Checked, plan: Plan) -> Iterator[Problem]:
     """All of them."""
+    if checked.run.staleness:
+        yield from _asynchrony(checked, plan)
+    yield from _in_place(checked, plan)
+
+
+def _in_place(checked: Checked, plan: Plan) -> Iterator[Problem]:
+    calls = checked.graph.calls.values()
+    trained = {call.model for call in calls if isinstance(call, Train)}
+    read = any(role_of(call) in trained for call in calls if not isinstance(call, Train))
+    if checked.run.runtime.verified_updates and read and not reallocations(checked.graph, plan.allocations):
+        text = "every call reads the trained weights in place, so there are no two sides to compare"
+        yield Problem(checked.where("$.runtime.verify_weights"), text, "leave it out", RULE)
+
+
+def _asynchrony(checked: Checked, plan: Plan) -> Iterator[Problem]:
     run, graph = checked.run, checked.graph
-    if not run.staleness:
-        return
     asked = [*changed_fields(run.rollout, RolloutSpec(), OF_ASYNCHRONY)]
     of_losses = [name for name in asked if name in OF_ENGINE_LOSS and len(graph.generates) == 1]
     engines = expendable_engines(graph, plan)

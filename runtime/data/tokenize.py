@@ -88,7 +88,8 @@ def render(messages: Sequence[Message], tokenizer: Tokenizer, template: Template
     Raises ValueError where there is no template, or it refuses these messages.
     """
     if not tokenizer.chat_template:
-        raise ValueError("the tokenizer has no chat template for a list of messages")
+        hint = "take a chat model, put a chat_template.jinja into the model's folder, or give prompts as text"
+        raise ValueError(f"the tokenizer has no chat template for a list of messages: {hint}")
     options: dict[str, Any] = {**template.args, "tools": template.tools}
     with refusals():
         text: str = tokenizer.apply_chat_template(
