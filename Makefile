@@ -84,7 +84,7 @@ $(VENV)/sglang/ready: tests/sglang/requirements.txt
 
 test-sglang: $(VENV)/ready
 	@if $(MAKE) $(VENV)/sglang/ready; then \
-		$(PYTEST) -q -rs --durations=10 tests/sglang; \
+		$(PYTEST) -q -rs --durations=10 --numprocesses=2 --dist=loadfile tests/sglang; \
 	elif [ "$(SGLANG_OPTIONAL)" = 1 ]; then \
 		echo "SKIPPED, FOR SGLANG_OPTIONAL=1: SGLang can't be installed, and nothing was tested against a real server"; \
 	else \
