@@ -23,6 +23,7 @@ from realgraph.planner.plan.plan import reallocation_node
 from realgraph.runtime.commands.actions import Action, CheckpointWritten, Event, Halt, Send, StepEnded
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.sample_ids import group_of, sample_ids
+from realgraph.runtime.scheduler.concurrency.unlimited import Unlimited
 from realgraph.runtime.scheduler.program import ranks_of
 from realgraph.runtime.scheduler.scheduler import Scheduler
 from realgraph.runtime.wire.protocol import (
@@ -221,7 +222,7 @@ class PlanClock:
         self._seconds: dict[str, float] = dict(extra) | calls
         self._scheduler = Scheduler(job, range(job.cluster.n_devices), ROWS)
         if not limited:
-            self._scheduler._collection._concurrency = None
+            self._scheduler._collection._concurrency = Unlimited()
         self._events: list[tuple[float, int, Event | Made]] = []
         self._number = count()
         self._generate = next((n for n, call in job.graph.calls.items() if isinstance(call, Generate)), "")

@@ -177,13 +177,15 @@ def test_a_checkpoint_is_compared_with_the_reference_of_its_run(home: Path) -> N
 def test_functions_filter_and_weigh_held_out_rows(home: Path) -> None:
     (home / "weighed.yaml").write_text(WEIGHED)
     (home / "weights.py").write_text(WEIGHTS)
-    rows = [{**row, "level": float(n % 4)} for n, row in enumerate(held_out(home, pairs=False))]
+    rows = held_out(home, pairs=False)
+    levels = [float(n % 4) for n in range(len(rows))]
     for name in ("levels", "held_out"):
-        (home / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        lines = [json.dumps({**row, "level": level}) for row, level in zip(rows, levels, strict=True)]
+        (home / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
     run = {"graph": "weighed.yaml", "params": None, "data": {"path": "levels.jsonl"}, "steps": 1}
     write_run(home, "weighed_run", merged(SFT, run))
     found = evaluations(finish(home, "run", "weighed_run.yaml", name="weighed_run").folder)
-    kept = [(row, row["level"] / 4) for row in rows if row["level"] not in (0.0, 1.0)]  # of weight 0: not counted
+    kept = [(row, level / 4) for row, level in zip(rows, levels, strict=True) if level > 1]  # of weight 0: not counted
     parts = [-weight * logprobs(home / "model", row["prompt"], row["answer"]) for row, weight in kept]
     assert found[0]["loss"] == pytest.approx(float(torch.cat(parts).mean()), abs=1e-5)
     assert found.keys() == {0, 1} and found[0]["skipped"] == 0

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from realgraph.runtime.scheduler.concurrency.unlimited import Unlimited
 from realgraph.runtime.scheduler.groups.ledger import Group, Ledger
 from realgraph.runtime.scheduler.groups.transitions import GroupState
 from realgraph.runtime.wire.protocol import Command, Execute, Reallocate, Submit
@@ -112,7 +113,7 @@ def test_no_engine_takes_what_new_weights_let_in_for_all(
     """Whoever has new weights first is given its share of the groups: the others are there soon."""
     shape = Shape(n_workers=12, split=True, groups=12, staleness=staleness, steps=8, seed=seed)
     simulator = OneByOne(shape, random.Random(seed))
-    simulator.scheduler._collection._concurrency = None  # all that the bound lets in
+    simulator.scheduler._collection._concurrency = Unlimited()  # all that the bound lets in
     admit, shares = Ledger.admit, list[tuple[int, int]]()
 
     def checked(ledger: Ledger, owner: int, version: int) -> Group:

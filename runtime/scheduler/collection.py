@@ -3,7 +3,6 @@
 Knows neither meshes nor weights: the Scheduler says how many groups are admitted, and which later sessions are open.
 """
 
-import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 
 from msgspec import Struct
@@ -20,6 +19,7 @@ from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.concurrency.ages import batched_group
 from realgraph.runtime.scheduler.concurrency.controller import Concurrency, ConcurrencyImage
 from realgraph.runtime.scheduler.concurrency.settings import settings_of
+from realgraph.runtime.scheduler.concurrency.unlimited import Unlimited
 from realgraph.runtime.scheduler.groups.ledger import Group, GroupImage, Ledger
 from realgraph.runtime.scheduler.groups.transitions import GroupState
 from realgraph.runtime.scheduler.placement import Batch, by_owner, drops_of, ids_beside, shares_of, sources_of_groups
@@ -53,7 +53,7 @@ class Collection:
         self._program, self._ledger, self._tasks = program, ledger, tasks
         # the limit of the work in flight counts samples of groups by their age, which is one where they are trained on
         settings = settings_of(job, len(program.owner_workers)) if program.generate in program.paced else None
-        self._concurrency = Concurrency(settings) if settings else None
+        self._concurrency: Concurrency | Unlimited = Concurrency(settings) if settings else Unlimited()
         self._all, self._shares = (1 << len(program.stream)) - 1, shares_tokens(job.graph, job.plan)
         self._leaving: dict[int, Group] = {}  # discarded, but a function still reads them
         self._aborted = AbortedGroups()
@@ -75,7 +75,7 @@ class Collection:
         loads = {name: loads.image for name, loads in self.loads.items()}
         groups = leaving, self._aborted.image, loads, dict(self.sessions), tuple(sorted(self.held))
         counts = self.step, self.n_discarded_in_row, self.n_skipped
-        limit = self._concurrency.image if self._concurrency is not None else None
+        limit = self._concurrency.image
         return CollectionImage(*groups, self._functions.image, tallies.of(self.tally), *counts, limit)
 
     def restore(self, image: CollectionImage, tallies: Sequence[StepTally]) -> None:
@@ -88,7 +88,7 @@ class Collection:
         self._functions.restore(image.functions)
         self.tally, self.step = tallies[image.tally], image.step
         self.n_discarded_in_row, self.n_skipped = image.n_discarded_in_row, image.n_skipped
-        if self._concurrency is not None and image.concurrency is not None:
+        if isinstance(self._concurrency, Concurrency) and image.concurrency is not None:
             self._concurrency.restore(image.concurrency)
 
     # --- handing out --------------------------------------------------------------------------------------------------
@@ -104,14 +104,11 @@ class Collection:
 
     def admit(self, places: int, at: Admission, now: float, limited: bool = True) -> list[Action]:
         """Admit a group to each place, fewer where `limited` by the work in flight, each to who has least to do."""
-        limit, most = self._concurrency, math.inf
-        if limit is not None:
-            places = min(places, limit.room(self._ledger.n_waiting)) if limited else places
-            most = limit.most_per_engine
+        limit = self._concurrency
+        places, most = min(places, limit.room(self._ledger.n_waiting)) if limited else places, limit.most_per_engine
         dealt = self.loads[self._program.generate].deal(places, at.owners, most, at.resting)
         groups = [self._ledger.admit(worker, at.version) for worker in dealt]
-        if limit is not None:
-            limit.admitted([group.id for group in groups], now)
+        limit.admitted([group.id for group in groups], now)
         return [self.submit(worker, its, at.weights, now) for worker, its in by_owner(groups).items()]
 
     def submit(self, worker: int, groups: Sequence[Group], weights: int, now: float) -> Action:
@@ -160,21 +157,18 @@ class Collection:
 
     def next_batch(self, groups: Sequence[Group], now: float) -> StepTally:
         """A batch has been taken: what was reported of its groups; from now on groups are made for the next step."""
-        if self._concurrency is not None:
-            oldest = (self.step - self._ledger.staleness) * self._trains_of(self._program.generate)
-            self._concurrency.batched(self.step, [batched_group(one.id, one.samples, oldest) for one in groups], now)
+        oldest = (self.step - self._ledger.staleness) * self._trains_of(self._program.generate)
+        self._concurrency.batched(self.step, [batched_group(one.id, one.samples, oldest) for one in groups], now)
         self.step, tally, self.tally = self.step + 1, self.tally, StepTally()
         return tally
 
     def step_ended(self, step: int, now: float) -> None:
         """Every call of `step` has ended."""
-        if self._concurrency is not None:
-            self._concurrency.step_ended(step, now)
+        self._concurrency.step_ended(step, now)
 
     def starves(self, starving: bool, now: float) -> None:
         """The devices that train have nothing to do from now on until a batch is there, or they have again."""
-        if self._concurrency is not None:
-            self._concurrency.starves(starving, now)
+        self._concurrency.starves(starving, now)
 
     # --- coming back --------------------------------------------------------------------------------------------------
 
@@ -199,8 +193,7 @@ class Collection:
             oldest = min(sample.oldest for sample in own) // version_per_step if version_per_step else group.version
             self._ledger.generated(group, self._program.with_places(own), oldest)
             group.note_lengths(self._program.generate, own)
-            if self._concurrency is not None:
-                self._concurrency.generated(group.id, [sample.n_new_tokens for sample in own], version, now)
+            self._concurrency.generated(group.id, [sample.n_new_tokens for sample in own], version, now)
         if isinstance(reply, Generated):
             self.tally.add(reply.call, reply.metrics, reply.started, reply.ended)
         self._left(skipped, now)
@@ -271,8 +264,7 @@ class Collection:
     def _left(self, groups: Sequence[Group], now: float) -> None:
         """No batch takes these: what was measured of them counts for the step whose batch is being made."""
         self.tally.add_groups([group.metrics for group in groups])
-        if self._concurrency is not None:
-            self._concurrency.left([group.id for group in groups], now)
+        self._concurrency.left([group.id for group in groups], now)
 
     def drop_overdue(self, groups: Sequence[Group], now: float) -> list[Action]:
         """The ledger has left these out: they are too old for the next batch."""
@@ -321,9 +313,8 @@ class Collection:
             self._ledger.go_on(group, group.keeper)
             loads.give(group.owner)
         again = self._ledger.lose(worker)
-        if self._concurrency is not None:
-            self._concurrency.moved([group.id for group in kept], now)
-            self._concurrency.lost(again, now)
+        self._concurrency.moved([group.id for group in kept], now)
+        self._concurrency.lost(again, now)
         self._leaving = {number: group for number, group in self._leaving.items() if group.owner != worker}
         self._functions.lose(worker)
         self._aborted.lose(worker)
