@@ -26,7 +26,7 @@ from benchmarks.machine import describe
 from benchmarks.published_assumed import AREAL_BATCH, AREAL_CUT, AREAL_TOKENS, N_QUANTILES, lengths_with_cut
 from realgraph.planner.plan.layout import Layout
 from realgraph.planner.search.search import Infeasible
-from realgraph.run.planning import RequestOptions
+from realgraph.run.requests import RequestOptions
 from realgraph.runtime.job.rollout import Interrupt
 
 RESULTS = Path(__file__).parent / "results" / "async_scale.json"

@@ -15,7 +15,7 @@ from realgraph.planner.request.request import PlanRequest, kept_by
 from realgraph.planner.search.assembly import events_of
 from realgraph.planner.search.search import search
 from realgraph.planner.search.streams import keeps_caches
-from realgraph.run.planning import RequestOptions, request_for
+from realgraph.run.requests import RequestOptions, request_for
 from realgraph.run.running import job_of
 from realgraph.run_file.compose import check_run
 from realgraph.runtime.job.job import CheckpointSpec, Job

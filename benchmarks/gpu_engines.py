@@ -39,7 +39,7 @@ from realgraph.planner.inputs.devices import EfficiencyFactors, device_kind
 from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.planner.request.cost_table import load_costs
 from realgraph.planner.request.engine_support import run_support
-from realgraph.run.planning import cluster_of
+from realgraph.run.requests import cluster_of
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.profile.engines import EngineCase, ProfiledEngines
 from realgraph.runtime.profile.files import write_task

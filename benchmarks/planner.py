@@ -38,7 +38,7 @@ from realgraph.planner.plan.problem import Limits, SearchProblem, Solution
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.baselines import baselines_of
 from realgraph.planner.solve.solver import solve
-from realgraph.run.planning import request_for
+from realgraph.run.requests import request_for
 from realgraph.run_file.compose import check_run
 
 HERE = Path(__file__).parent

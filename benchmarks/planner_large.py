@@ -19,7 +19,7 @@ from benchmarks.machine import describe
 from benchmarks.planner import BATCH, MODELS, RESULTS, searched
 from realgraph.planner.options.tables import problem_of
 from realgraph.planner.plan.problem import SearchProblem
-from realgraph.run.planning import request_for
+from realgraph.run.requests import request_for
 from realgraph.run_file.compose import check_run
 
 NINE_GAP = 0.03  # of nine calls with three trained models on 128 devices: what is claimed

@@ -27,7 +27,8 @@ from msgspec import Struct
 from benchmarks.machine import describe
 from benchmarks.planner import DEFAULT, FULL, requested
 from realgraph.planner.plan.codec import plan_to_json
-from realgraph.run.planning import plan_for, request_for
+from realgraph.run.planning import plan_for
+from realgraph.run.requests import request_for
 from realgraph.run_file.compose import check_run
 
 ROOT = Path(__file__).parent.parent

@@ -13,7 +13,8 @@ from realgraph.graphs.errors import ConfigError
 from realgraph.planner.inputs.cluster import MOST_DEVICES
 from realgraph.planner.plan.codec import plan_from_json, plan_to_json
 from realgraph.planner.plan.plan import Allocation
-from realgraph.run.planning import plan_for, read_plan, request_for
+from realgraph.run.planning import plan_for, read_plan
+from realgraph.run.requests import request_for
 from realgraph.run_file.compose import check_run
 from tests import tiny
 from tests.runs import finish, merged

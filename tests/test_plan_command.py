@@ -12,7 +12,8 @@ from realgraph.graphs.errors import ConfigError
 from realgraph.plan.command import plan_command
 from realgraph.plan.options import PlanOptions
 from realgraph.planner.plan.codec import plan_from_json, plan_to_json
-from realgraph.run.planning import hub_cache_folder, plan_for, read_plan, request_for
+from realgraph.run.planning import plan_for, read_plan
+from realgraph.run.requests import hub_cache_folder, request_for
 from realgraph.run_file.compose import check_run
 
 RUN = """

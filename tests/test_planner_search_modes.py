@@ -31,7 +31,7 @@ from realgraph.planner.search.assembly import plan_of
 from realgraph.planner.search.search import Infeasible, events_of, reprice, search, solved
 from realgraph.planner.solve.memory import device_excess
 from realgraph.planner.solve.solver import evaluate
-from realgraph.run.planning import with_lengths
+from realgraph.run.requests import with_lengths
 from tests.planner_cases import cluster, grpo, ppo, request
 from tests.planner_oracles import every_choice, fits
 from tests.planner_problems import problem_of_seed

@@ -288,7 +288,7 @@ def test_mistakes_are_told_before_anything_is_measured(
     many = write_run(home, "many", GRPO, {"cluster": {"kind": "cpu", "devices": 9}})
     few = Probe(cores=2, host_memory_bytes=8_000_000_000)
     for machine, says in ((few, "64 processes; 2 cores"), (replace(few, gpus=(H100,) * 2), "this machine has 2 GPUs")):
-        for module in ("realgraph.profile.command", "realgraph.run.planning"):
+        for module in ("realgraph.profile.command", "realgraph.run.requests"):
             monkeypatch.setattr(f"{module}.probe", lambda machine=machine: machine)
         assert says in told(ProfileRequest(devices=64), tmp_path / "costs.json")
         assert "9 processes" in told(ProfileRequest(many), tmp_path / "costs.json")

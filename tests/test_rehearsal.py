@@ -38,7 +38,8 @@ from realgraph.rehearsal.scale import ToyScale, scale_of
 from realgraph.rehearsal.sizes import TOLERANCE, Counted, toy_excess
 from realgraph.rehearsal.texts import real_rows
 from realgraph.rehearsal.tokenizer import write_tokenizer
-from realgraph.run.planning import plan_for, request_for
+from realgraph.run.planning import plan_for
+from realgraph.run.requests import request_for
 from realgraph.run_file.compose import check_run
 from realgraph.runtime.master.observer import Span
 from realgraph.runtime.models.building import Start, build

@@ -266,7 +266,7 @@ def test_another_machine_may_go_on_with_a_run(
     """Cores and memory are measured, not written: they are no part of what must be equal."""
     folder = copied(whole.parent, "whole", tmp_path / "run", 4)
     before = prepare_resume(folder, []).job
-    monkeypatch.setattr("realgraph.run.planning.probe", lambda: machine)
+    monkeypatch.setattr("realgraph.run.requests.probe", lambda: machine)
     assert prepare_resume(folder, []).job == before
     with pytest.raises(ConfigError, match="can't change `cluster`"):
         prepare_resume(folder, ["cluster.memory_gb=3"])

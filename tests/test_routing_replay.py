@@ -23,7 +23,7 @@ from realgraph.graphs.spec import ModelRole
 from realgraph.planner.inputs.model_spec import choice_bytes
 from realgraph.planner.options.calls import input_bytes
 from realgraph.planner.request.engine_support import EngineSupport
-from realgraph.run.planning import request_for, without_routes
+from realgraph.run.requests import request_for, without_routes
 from realgraph.run_file.compose import check_run
 from realgraph.runtime.attention.sharing import share_prefixes
 from realgraph.runtime.batch import Packed

@@ -9,7 +9,8 @@ from realgraph.planner.advise.servers import with_servers
 from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.run.given_servers import check_given_servers
-from realgraph.run.planning import plan_for, request_for
+from realgraph.run.planning import plan_for
+from realgraph.run.requests import request_for
 from realgraph.run.running import PreparedRun, prepare
 from realgraph.run_file.compose import check_run
 from tests import tiny

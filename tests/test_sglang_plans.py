@@ -16,7 +16,8 @@ from realgraph.planner.options.calls import setting_of
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.request.engine_support import SGLANG
 from realgraph.run.given_servers import check_given_servers
-from realgraph.run.planning import plan_for, request_for
+from realgraph.run.planning import plan_for
+from realgraph.run.requests import request_for
 from realgraph.run.running import PreparedRun, prepare
 from realgraph.run_file.compose import check_run
 from tests import tiny

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 from realgraph.graphs.yaml.document import read_document
 from realgraph.planner.plan.plan import Hashes, Plan
-from realgraph.run.planning import request_for
+from realgraph.run.requests import request_for
 from realgraph.run.running import job_of
 from realgraph.run_file.compose import check_run
 from realgraph.run_file.open_graph import graph_and_warnings

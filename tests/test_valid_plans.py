@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from realgraph.graphs.errors import ConfigError
-from realgraph.run.planning import plan_for, request_for
+from realgraph.run.planning import plan_for
+from realgraph.run.requests import request_for
 from realgraph.run_file.compose import check_run
 from tests import tiny
 from tests.runs import finish, merged

@@ -9,7 +9,7 @@ from realgraph.graphs.graph import Graph
 from realgraph.graphs.yaml.document import read_document
 from realgraph.graphs.yaml.load import shown_name
 from realgraph.planner.report.format import counted
-from realgraph.run.planning import refuse_unplannable
+from realgraph.run.requests import refuse_unplannable
 from realgraph.run_file.compose import Checked, check_document
 from realgraph.run_file.function_variables import refuse_unset
 from realgraph.run_file.open_graph import graph_and_warnings, is_graph

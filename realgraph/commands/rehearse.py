@@ -27,7 +27,8 @@ from realgraph.rehearsal.plan import toy_plan
 from realgraph.rehearsal.run import STEPS, THREADS, ToyRun, on_cluster, toy_run
 from realgraph.rehearsal.scale import ToyScale, scale_of
 from realgraph.rehearsal.sizes import Counted, counted_bytes
-from realgraph.run.planning import plan_for, read_plan, request_for
+from realgraph.run.planning import plan_for, read_plan
+from realgraph.run.requests import request_for
 from realgraph.run.running import job_of, owned
 from realgraph.run_file.compose import Checked, check_run
 from realgraph.runtime.job.run_folder import RunFolder, write_atomic

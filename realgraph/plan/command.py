@@ -39,7 +39,8 @@ from realgraph.planner.request.request import PlanRequest, kept_by
 from realgraph.planner.search.assembly import plan_of
 from realgraph.planner.search.search import solved
 from realgraph.planner.search.simpler import simplest
-from realgraph.run.planning import RequestOptions, read_plan, request_for
+from realgraph.run.planning import read_plan
+from realgraph.run.requests import RequestOptions, request_for
 from realgraph.run_file.compose import Checked, check_run
 from realgraph.screen.files import refuse_unwritable, write
 from realgraph.screen.output import say_json, say_json_text, say_warnings

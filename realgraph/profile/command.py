@@ -21,7 +21,7 @@ from realgraph.planner.inputs.devices import EfficiencyFactors, device_kind
 from realgraph.planner.request.cost_table import CostTable, costs_to_json
 from realgraph.profile.runs import overheads
 from realgraph.profile.sglang import open_server, sglang_costs
-from realgraph.run.planning import cluster_of
+from realgraph.run.requests import cluster_of
 from realgraph.run_file.compose import check_run
 from realgraph.runtime.job.run_folder import write_atomic
 from realgraph.runtime.profile.launch import measure

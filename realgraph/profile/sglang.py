@@ -27,7 +27,7 @@ from realgraph.planner.inputs.devices import EfficiencyFactors
 from realgraph.planner.inputs.model_configs import load_model_spec
 from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.planner.plan.layout import DeviceMesh, Layout
-from realgraph.run.planning import hub_cache_folder
+from realgraph.run.requests import hub_cache_folder
 from realgraph.runtime.processes.environment import variables
 
 SIZES = ((1, 512), (8, 512), (64, 512), (256, 512), (8, 4096), (64, 4096))  # sequences, tokens of context

@@ -18,7 +18,7 @@ from realgraph.rehearsal.models import ToyModel, toy_config
 from realgraph.rehearsal.rows import made_rows, typical_tokens, write_rows
 from realgraph.rehearsal.scale import ToyScale
 from realgraph.rehearsal.texts import real_rows
-from realgraph.run.planning import hub_cache_folder
+from realgraph.run.requests import hub_cache_folder
 from realgraph.run_file.compose import Checked
 from realgraph.runtime.job.job import BatchSpec, CheckpointSpec, DataSpec, OutputSpec
 from realgraph.runtime.processes.environment import variables

@@ -17,7 +17,8 @@ from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
 from realgraph.planner.plan.plan import PLAN_FORMAT, Plan
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest, hashes
-from realgraph.run.planning import plan_for, read_plan, request_for
+from realgraph.run.planning import plan_for, read_plan
+from realgraph.run.requests import request_for
 from realgraph.run.running import PreparedRun, job_of, owned, request_with, unwritable_folder, with_sums
 from realgraph.run_file.compose import Checked, check_run
 from realgraph.run_file.function_variables import refuse_unset

@@ -15,7 +15,8 @@ from realgraph.planner.plan.plan import Plan
 from realgraph.planner.request.cost_table import CostTable, load_costs
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.streams import gives_up_caches
-from realgraph.run.planning import RequestOptions, plan_for, read_plan, request_for
+from realgraph.run.planning import plan_for, read_plan
+from realgraph.run.requests import RequestOptions, request_for
 from realgraph.run_file.compose import Checked, check_run
 from realgraph.run_file.function_variables import refuse_unset
 from realgraph.run_file.resolved import resolved_text
