@@ -61,6 +61,13 @@ def test_what_is_not_known_here_is_left_to_the_planner(sized: Path, unknown: lis
     check_command(sized, [*unknown, "allocation.train.kv_cache_tokens=64"])
 
 
+def test_servers_that_a_search_places_are_no_mistake(sized: Path) -> None:
+    served = [WHOLE, "rollout={engine: sglang, python: python3}"]
+    check_command(sized, served)
+    with pytest.raises(ConfigError, match="kv_cache_tokens"):
+        check_command(sized, [*served, "allocation.train.kv_cache_tokens=64"])
+
+
 def test_a_local_model_without_a_shape_is_refused(place: Path) -> None:
     with pytest.raises(ConfigError, match="model"):
         check_command(place / "run.yaml", [WHOLE])

@@ -1,5 +1,5 @@
-"""The planner's request for a checked run: all that it needs to know. Imports no torch, and uses no network but that of an
-allocation whose machines the run file leaves open."""
+"""The planner's request for a checked run: all that it needs to know. Imports neither torch nor a search, and uses no
+network but that of an allocation whose machines the run file leaves open."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,7 +10,6 @@ from msgspec import Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
 from realgraph.graphs.spec import Generate, Train
-from realgraph.planner.advise.servers import with_servers
 from realgraph.planner.costs.lengths import quantiles
 from realgraph.planner.inputs.allocated import cluster_from, is_whole
 from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
@@ -18,7 +17,7 @@ from realgraph.planner.inputs.detect import AUTO, CPU, Probe, probe, resolve
 from realgraph.planner.inputs.model_configs import load_model_spec
 from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.planner.inputs.workload import Workload
-from realgraph.planner.options.constraints import constraint_problems
+from realgraph.planner.options.constraints import constraint_problems, server_meshes
 from realgraph.planner.plan.plan import Transport
 from realgraph.planner.request.cost_table import CostTable
 from realgraph.planner.request.engine_support import SGLANG_KIND, EngineSupport, run_support
@@ -112,10 +111,13 @@ def refuse_unplannable(checked: Checked) -> None:
     models = checked.graph.models.items()
     of_hub = {f"$.models.{name}.path" for name, role in models if not Path(role.path or "").is_absolute()}
     try:
-        request = with_servers(request_for(checked)).request
+        request = request_for(checked)
     except ConfigError as error:
         problems = [problem for problem in error.problems if problem.where.path not in of_hub]
     else:
+        if any(name not in server_meshes(request) for name in request.graph.generates):  # the search places servers
+            engine = msgspec.structs.replace(request.engine, own_devices=False)
+            request = msgspec.structs.replace(request, engine=engine)
         problems = [placed(checked, problem) for problem in constraint_problems(request)]
     if problems:
         raise ConfigError(sorted(problems))
