@@ -57,6 +57,12 @@ class Graph(Struct, frozen=True, dict=True):  # dict: for what is cached
         return tuple(sorted(names, key=lambda name: name != self.leading))
 
     @cached_property
+    def prompted(self) -> tuple[str, ...]:
+        """The generate calls whose prompts other calls write."""
+        calls = [(name, call) for name, call in self.calls.items() if isinstance(call, Generate)]
+        return tuple(name for name, call in calls if self.keys[call.reads[0]].producer != INPUT)
+
+    @cached_property
     def mesh_calls(self) -> tuple[str, ...]:
         """The calls that hold a mesh, in topological order; the others (functions, advantages) are free."""
         return tuple(name for name in self.calls if self.role(name))

@@ -29,7 +29,7 @@ class OneRank(Collectives):
     def __init__(self) -> None:
         super().__init__(Member(0, 1, CPU, 1.0), None, ())
 
-    def of_layout(self, layout: Layout) -> LayoutRanks:
+    def of_layout(self, layout: Layout, call: str = "") -> LayoutRanks:
         return LayoutRanks.alone(CPU)
 
 

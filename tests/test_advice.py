@@ -108,3 +108,5 @@ def test_rows_that_are_left_out_are_told_once() -> None:
     (text,) = advice.look({"batch/skipped_groups": 3.0})
     assert text.startswith("3 rows of this step were left out") and "`data.too_long`" in text
     assert list(advice.look({"batch/skipped_groups": 3.0})) == []
+    (text,) = Advice({}, ("judge",)).look({"batch/skipped_groups": 1.0})
+    assert "`data.max_prompt_tokens`, `calls.judge.max_prompt_tokens` or `batch.max_new_tokens`" in text

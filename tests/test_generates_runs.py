@@ -39,6 +39,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {"cluster": {"devices": 1}},
     "all": {"allocation": {name: {"first": 0, "devices": 2} for name in ("rollout", "LATER", "train")}},
     "apart": {"allocation": APART | {"LATER": {"first": 1, "devices": 1}}},
+    "tensor": {"allocation": {name: {"devices": 2, "tp": 2} for name in ("rollout", "LATER", "train")}},
+    "staged": {"allocation": {name: {"devices": 2, "pp": 2} for name in ("rollout", "LATER", "train")}},
 }
 
 
@@ -207,6 +209,14 @@ def test_an_evaluation_by_the_text_of_a_later_call_is_refused(home: Path) -> Non
     file = write_run(home, "judge-eval", JUDGE, {"steps": 1, "eval": EVAL})
     running = finish(home, "check", str(file), name="judge-eval", code=2)
     assert "'reward' reads 'judge.text', but an evaluation generates by 'rollout' alone" in running.output()
+
+
+def test_prompts_of_a_call_that_are_all_too_long_end_the_run_with_its_limit(home: Path) -> None:
+    file = file_of(home, "long", "judge", {"calls": {"judge": {"max_prompt_tokens": 1}}})
+    running = finish(home, "run", str(file), name="long", code=3)
+    assert "160 with prompts over data.max_prompt_tokens or calls.judge.max_prompt_tokens, 0 filtered out" in (
+        running.output()
+    )
 
 
 def test_a_prompt_that_can_not_be_used_is_named(home: Path, tmp_path: Path) -> None:

@@ -55,11 +55,12 @@ def lost(worker: int, reason: str, doing: str, call: str) -> Failed:
     return Failed(worker, call, f"worker {worker} was lost {doing}: {reason}", kind="worker")
 
 
-def all_discarded(worker: int, call: str, n_groups: int, n_skipped: int) -> Failed:
-    """Nothing but groups that are left out."""
+def all_discarded(worker: int, call: str, n_groups: int, n_skipped: int, prompted: Sequence[str] = ()) -> Failed:
+    """Nothing but groups that are left out. prompted: generate calls whose prompts other calls write."""
+    limits = ["data.max_prompt_tokens", *(f"calls.{name}.max_prompt_tokens" for name in prompted)]
     text = (
-        f"the last {n_groups} prompt groups in a row were all left out ({n_skipped} prompts over "
-        f"data.max_prompt_tokens, {n_groups - n_skipped} filtered out): there is nothing to train on"
+        f"the last {n_groups} prompt groups in a row were all left out ({n_skipped} with prompts over "
+        f"{' or '.join(limits)}, {n_groups - n_skipped} filtered out): there is nothing to train on"
     )
     return Failed(worker, call, text, kind="data")
 

@@ -1,7 +1,7 @@
 """Notes about a run that goes on but learns nothing. Reads a step's flat metrics; changes nothing."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from realgraph.graphs.maths import Decoupled, Masked, OffPolicy, PolicyGradient
 from realgraph.graphs.spec import ModelCall, Train
@@ -13,9 +13,12 @@ MASKED_SHARE = 0.05  # of sampled tokens that are masked, for their age or by `o
 
 
 class Advice:
-    """Looks at each step; every note is given once a run. calls: of the run's graph."""
+    """Looks at each step; every note is given once a run. calls: of the run's graph; prompted: those of them that
+    generate from what other calls write."""
 
-    def __init__(self, calls: Mapping[str, ModelCall]) -> None:
+    def __init__(self, calls: Mapping[str, ModelCall], prompted: Sequence[str] = ()) -> None:
+        limits = ["data.max_prompt_tokens", *(f"calls.{name}.max_prompt_tokens" for name in prompted)]
+        self._limits = ", ".join(f"`{limit}`" for limit in limits)
         self._masks = dict(_masks(calls))
         self._flat: dict[str, int] = {}  # call -> steps in a row whose rewards were all equal
         self._given: set[str] = set()
@@ -33,7 +36,7 @@ class Advice:
             if name == SKIPPED and value and self._first(name):
                 yield (
                     f"{value:.0f} rows of this step were left out, since their prompts or sequences are too long: "
-                    "raise `data.max_prompt_tokens` or `batch.max_new_tokens`, or set `data.too_long`"
+                    f"raise {self._limits} or `batch.max_new_tokens`, or set `data.too_long`"
                 )
             elif what == "empty_steps" and value and self._first(name):
                 yield (

@@ -99,7 +99,7 @@ class Master:
         self._steps = step_of(resume) if resume is not None else 0
         self._last_state: Checkpointed | None = None  # the state at the last whole step
         self._step_began = 0.0
-        self._advice = Advice(job.graph.calls)
+        self._advice = Advice(job.graph.calls, job.graph.prompted)
         self._status = StatusFile(folder.status, job.name, job.steps, job.staleness, restarts)
 
     async def run(self) -> RunOutcome:

@@ -9,10 +9,11 @@ answer nobody. Every collective has a deadline.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -42,6 +43,7 @@ T = TypeVar("T")
 FLAT_BYTES = 1 << 28  # of one all-reduce: larger buffers go in pieces, so that a backend's copy stays small
 # the groups of engines: along an axis, and of all that hold the same part of the weights and sum their gradients
 _AXES: tuple[tuple[MeshAxis, ...], ...] = (("dp",), ("cp",), ("tp",), ("pp",), ("cp", "dp"))
+_LAYOUT, _SESSION = "layout/", "session/"  # purposes of groups, before the call that has them to itself
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames both
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -266,12 +268,19 @@ class LayoutRanks:
 class Collectives:
     """All process groups of one worker: the default one, and for each layout that of its mesh and of its axes."""
 
-    def __init__(self, member: Member, store: Store | None, layouts: Iterable[Layout]) -> None:
-        """Collective: every worker passes the same `layouts` (any order). With one worker there is no store to need."""
+    def __init__(
+        self,
+        member: Member,
+        store: Store | None,
+        layouts: Iterable[Layout],
+        beside: Mapping[str, Layout] = MappingProxyType({}),
+    ) -> None:
+        """Collective: every worker passes the same layouts. beside: of calls that run while others do, which get groups
+        of their own: two threads on one would take each other's messages. One worker alone needs no store."""
         self.member, self._store = member, store
         self._rank = member.grouped.index(member.worker)  # in the default group
-        self._groups: dict[tuple[int, ...], Ranks] = {}  # by ranks in the default group, and so the sessions
-        self._sessions: dict[tuple[int, ...], Ranks] = {}
+        self._beside = frozenset(beside)
+        self._groups: dict[tuple[str, tuple[int, ...]], Ranks] = {}  # by purpose, and ranks in the default group
         n_grouped = len(member.grouped)
         if n_grouped == 1:
             return
@@ -289,25 +298,24 @@ class Collectives:
         except RuntimeError as error:
             raise self._attendance.unformed(everybody, error) from error
         self._attendance.watch()
-        own = [layout for layout in layouts if not member.engine or member.worker in layout.mesh.devices]
-        near = {self._grouped(layout) for layout in own}
-        for ranks in sorted(_groups_of(near)):
-            self._open(ranks, backend, deadline)
-        for ranks in sorted({w for layout in near for w in session_groups(layout) if len(w) > 1}):
-            group = dist.new_group(list(ranks), timeout=deadline, backend=gloo)
-            if self._rank in ranks:
-                self._sessions[ranks] = self._made(group, ranks, "session")
+        for call, its in (("", layouts), *((call, [layout]) for call, layout in beside.items())):
+            own = [layout for layout in its if not member.engine or member.worker in layout.mesh.devices]
+            near = {self._grouped(layout) for layout in own}
+            for ranks in sorted(_groups_of(near)):
+                self._open(ranks, _LAYOUT + call, backend, deadline)
+            for ranks in sorted({w for layout in near for w in session_groups(layout) if len(w) > 1}):
+                self._open(ranks, _SESSION + call, gloo, deadline)
         refuse_connections(listening_sockets() - open_before)
 
     def _grouped(self, layout: Layout) -> Layout:
         """A layout of this worker's by ranks in the default group: of an engine that stands for a lost one, its own."""
         return session_layout(layout) if self.member.engine else layout
 
-    def _open(self, ranks: tuple[int, ...], backend: str, deadline: timedelta) -> None:
+    def _open(self, ranks: tuple[int, ...], purpose: str, backend: str, deadline: timedelta) -> None:
         """Make one group, or count one of others: torch names groups by how many it was told of (its
         `use_local_synchronization` by how many it has made, which differs between the members)."""
         is_member = self._rank in ranks
-        if len(ranks) == len(self.member.grouped):
+        if len(ranks) == len(self.member.grouped) and purpose == _LAYOUT:
             group: Any = dist.group.WORLD
         else:
             if is_member:
@@ -317,7 +325,7 @@ class Collectives:
             except DistError as error:
                 raise self._attendance.unformed(ranks, error) from error
         if is_member:
-            self._groups[ranks] = self._made(group, ranks, "layout")
+            self._groups[purpose, ranks] = self._made(group, ranks, purpose)
 
     def _made(self, group: object, ranks: tuple[int, ...], purpose: str) -> Ranks:
         """The workers of a new group, with the memory that they share where all are on this host."""
@@ -328,7 +336,7 @@ class Collectives:
         if all(self._is_near(rank) for rank in ranks):
             key = f"{purpose}/{key_of(ranks)}"
             memory = open_shared_memory(self.store, ranks, self._rank, timedelta(seconds=seconds), key)
-        device = torch.device("cpu") if purpose == "session" else self.member.device
+        device = torch.device("cpu") if purpose.startswith(_SESSION) else self.member.device
         return Ranks(device, group, self._attendance.named(ranks), memory, roll)
 
     def _is_near(self, rank: int) -> bool:
@@ -343,35 +351,35 @@ class Collectives:
 
     def ranks(self, mesh: DeviceMesh) -> Ranks:
         """The workers of a mesh that this one belongs to. Raises KeyError for a mesh that was not announced."""
-        return self._of(tuple(mesh.devices))
+        return self._of(tuple(mesh.devices), _LAYOUT)
 
-    def of_layout(self, layout: Layout) -> LayoutRanks:
-        """A layout's workers along every axis. Raises KeyError for one that was not announced, or lies elsewhere."""
+    def of_layout(self, layout: Layout, call: str = "") -> LayoutRanks:
+        """A layout's workers along every axis, in the groups of `call` where it has its own. Raises KeyError for one
+        that was not announced, or lies elsewhere."""
         if self.member.worker not in layout.mesh.devices:
             raise KeyError(layout)
-        layout = self._grouped(layout)
-        dp, cp, tp, pp, copies, ep, expert_copies = (self._own(groups) for groups in _axis_groups(layout))
-        along = (self._of(dp), self._of(cp), self._of(tp), self._of(pp), self._of(copies))
-        experts = (self._of(ep), self._of(expert_copies))
-        session = self._sessions.get(self._own(session_groups(layout)), Ranks(torch.device("cpu")))
-        return LayoutRanks(layout, self.ranks(layout.mesh), *along, *experts, session, self.member.apart)
+        layout, call = self._grouped(layout), call if call in self._beside else ""
+        mesh = self._of(tuple(layout.mesh.devices), _LAYOUT + call)
+        dp, cp, tp, pp, *others = (self._of(self._own(groups), _LAYOUT + call) for groups in _axis_groups(layout))
+        copies, ep, expert_copies = others
+        session = self._groups.get((_SESSION + call, self._own(session_groups(layout))), Ranks(torch.device("cpu")))
+        return LayoutRanks(layout, mesh, dp, cp, tp, pp, copies, ep, expert_copies, session, self.member.apart)
 
     def _own(self, groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
         """The one of the groups that this worker is in."""
         return next(group for group in groups if self._rank in group)
 
-    def _of(self, ranks: tuple[int, ...]) -> Ranks:
-        return Ranks(self.member.device) if len(ranks) == 1 else self._groups[ranks]
+    def _of(self, ranks: tuple[int, ...], purpose: str) -> Ranks:
+        return Ranks(self.member.device) if len(ranks) == 1 else self._groups[purpose, ranks]
 
     def close(self) -> None:
         """Leave all groups; not collective."""
-        for ranks in (*self._groups.values(), *self._sessions.values()):
+        for ranks in self._groups.values():
             if ranks.memory is not None:
                 ranks.memory.close()
         if len(self.member.grouped) > 1:
             self._attendance.close()
         self._groups.clear()
-        self._sessions.clear()
         if len(self.member.grouped) > 1 and dist.is_initialized():
             dist.destroy_process_group()
 

@@ -289,7 +289,7 @@ class Collection:
         self._ledger.filter_out(group)
         self.tally.n_dropped += not too_long
         self.tally.n_skipped += too_long
-        self.n_discarded_in_row += 1
+        self.n_discarded_in_row, self.n_skipped = self.n_discarded_in_row + 1, self.n_skipped + too_long
         if group.running:
             self._leaving[group.id] = group
             return []

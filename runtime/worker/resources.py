@@ -141,11 +141,12 @@ class Resources:
         n_workers = job.cluster.n_devices
         n_meeting = len(engine) or n_workers
         store = reach_store(address, n_meeting, job.runtime.start_seconds) if n_meeting > 1 else None
-        layouts = {allocation.layout for allocation in job.plan.allocations.values()}
+        layouts = {name: allocation.layout for name, allocation in job.plan.allocations.items()}
+        beside = {name: layouts[name] for name in job.graph.generates[1:]}  # the first one generates beside these
         near = (self._hosts, self._interface, self._apart)
         opener = min(engine) if engine else meeting_worker(job.graph, job.plan, n_workers)
         member = Member(self.worker, n_workers, self.device, ABANDONED_SECONDS, *near, engine, opener)
-        self._collectives = Collectives(member, store, layouts)
+        self._collectives = Collectives(member, store, set(layouts.values()), beside)
         return self._collectives
 
     def close(self) -> None:

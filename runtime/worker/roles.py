@@ -156,7 +156,7 @@ class Roles:
             away, path = planned.residency == "offloaded", role_path(job.graph.models, copy.role)
             weights = OwnWeights(path, device, offloaded=away, beside=self.updates_beside(name))
         role = job.graph.models[copy.role]
-        ranks = self._collectives.of_layout(copy.layout)
+        ranks = self._collectives.of_layout(copy.layout, name)
         self.rollouts[name] = self._kind.open_rollout(role, weights, limits, self._decode, notify, ranks)
         self._led[name] = ranks.heads
 
