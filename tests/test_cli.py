@@ -177,3 +177,16 @@ def test_a_run_directory_in_the_place_of_a_file_and_a_file_in_its_place(
     assert f"hint: go on with this run: realgraph run --resume {name}; its" in capsys.readouterr().err
     assert typed("run", "--resume", f"{name}/checkpoints", monkeypatch=monkeypatch) == 2
     assert f"hint: name a run directory: {tmp_path}\n" in capsys.readouterr().err
+    assert typed("run", "run.yaml", "--resume", name, monkeypatch=monkeypatch) == 2
+    told = capsys.readouterr().err
+    assert f"a resumed run has a run file of its own, {name}/config.yaml: it reads no 'run.yaml'" in told
+    assert "hint: leave that out" in told
+
+
+def test_the_name_of_a_library_graph_in_the_place_of_a_run_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed("run", "grpo", monkeypatch=monkeypatch) == 2
+    assert (
+        "hint: a run file names this library graph: realgraph init --graph grpo writes one" in capsys.readouterr().err
+    )

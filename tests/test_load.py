@@ -103,6 +103,14 @@ def test_each_mistake_has_its_place_and_its_fix(right: str, wrong: str, path: st
     assert problem.where.file == "tiny.yaml" or path == "$.name"
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong"), [("weight_decay: 0.1", "betas: 0.9"), ("reads: [text, answer]", "reads: 3")]
+)
+def test_a_list_of_one_is_no_fix_where_it_would_be_a_mistake_too(right: str, wrong: str) -> None:
+    (problem,) = [one for one in problems_of(GRAPH.replace(right, wrong)) if "expected a list" in one.text]
+    assert problem.hint == ""
+
+
 def test_all_mistakes_come_at_once_and_in_order() -> None:
     text = GRAPH
     wanted = []

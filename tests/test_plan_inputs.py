@@ -260,3 +260,10 @@ def test_a_folder_with_a_config_alone_is_planned_but_not_run(run_file: Path) -> 
     assert plan.period_seconds > 0
     with pytest.raises(ConfigError, match="has no weights"):
         check_run(run_file, [f"models.actor.path={folder}"])
+
+
+def test_a_model_that_is_missing_is_told_once_however_many_roles_start_from_it(run_file: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_command(run_file, ["models.actor.path=modle", "params.kl_coef=0.1"])
+    (problem,) = caught.value.problems
+    assert problem.where.path == "$.models.actor.path" and "no directory 'modle'" in problem.text

@@ -143,6 +143,8 @@ def read_document(file: Path, shown: str) -> Document:
 
 def _files_beside(file: Path) -> str:
     """A hint for a file that is not there."""
+    if (Path(__file__).parents[1] / "library" / f"{file.name}.yaml").is_file():
+        return f"a run file names this library graph: realgraph init --graph {file.name} writes one"
     return suggest(file.name, (path.name for path in file.parent.glob("*.yaml"))) or "realgraph init writes a run file"
 
 

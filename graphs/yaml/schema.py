@@ -316,8 +316,9 @@ def _hint(kind: inspect.Type, value: Tree) -> str:
         return f"write {int(value)}"
     if isinstance(value, str) and number_wanted and _looks_like_number(value):
         return "leave the quotes out"
-    if not isinstance(value, dict | list) and value is not None and item_types(kind, 1) is not None:
-        return f"write [{value}]"
+    items = item_types(kind, 1) or ()
+    if len(items) == 1 and not isinstance(value, dict | list) and value is not None:
+        return f"write [{value}]" if any(_is_scalar_of(one, value) for one in members(items[0])) else ""
     return ""
 
 

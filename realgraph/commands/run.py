@@ -83,7 +83,7 @@ def run_command(file: Path | None, overrides: Sequence[str], options: RunOptions
 
 def submit_command(file: Path | None, overrides: Sequence[str], options: RunOptions, console: Terminal) -> None:
     """Write the run's batch script and submit it; with `dry_run` show it. Raises ConfigError."""
-    words = [str(file)] if file is not None and options.resume is not None else []
+    words = words_of(file, options.resume)
     further = [
         *(["--plan", str(options.plan_file.absolute())] if options.plan_file is not None else []),
         *(["--costs", str(options.costs_file.absolute())] if options.costs_file is not None else []),
@@ -112,6 +112,17 @@ def no_run() -> ConfigError:
     return ConfigError([Problem(Where("command line"), "which run?", hint)])
 
 
+def words_of(file: Path | None, resume: Path | None) -> list[str]:
+    """The override that stands in the place of the run file, which a resumed run has already. Raises ConfigError."""
+    if file is None or resume is None:
+        return []
+    if "=" not in str(file):
+        text = f"a resumed run has a run file of its own, {resume / 'config.yaml'}: it reads no {str(file)!r}"
+        hint = "leave that out; what may change is an override, such as steps=400"
+        raise ConfigError([Problem(Where("command line"), text, hint)])
+    return [str(file)]
+
+
 @contextmanager
 def open_run(file: Path | None, overrides: Sequence[str], options: RunOptions) -> Iterator[PreparedRun]:
     """The run that the command line asks for; of one that goes on, its directory is ours meanwhile.
@@ -123,9 +134,7 @@ def open_run(file: Path | None, overrides: Sequence[str], options: RunOptions) -
         if options.costs_file is not None and not going_on.plans:
             hint = "leave out --costs, or add --replan"
             raise ConfigError([Problem(Where("command line"), "a resumed run keeps its plan", hint)])
-        # With --resume there is no run file: a word in its place is an override.
-        words = [*([str(file)] if file is not None else []), *overrides]
-        with resumed(options.resume, words, going_on) as prepared:
+        with resumed(options.resume, [*words_of(file, options.resume), *overrides], going_on) as prepared:
             yield prepared
         return
     for given, name in ((options.new_data, "--new-data"), (options.replan, "--replan")):

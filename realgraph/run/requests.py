@@ -62,6 +62,7 @@ def request_for(
     cache = hub_cache or hub_cache_folder(variables())
     problems: list[Problem] = []
     models: dict[str, ModelSpec] = {}
+    tried: set[tuple[str, str | None]] = set()  # a role that starts from another has its path
     for name, role in checked.graph.models.items():
         where = checked.where(f"$.models.{name}.path")
         if role.path is None:
@@ -72,7 +73,8 @@ def request_for(
         try:
             models[name] = load_model_spec(role.path, where, cache, role.revision)
         except ConfigError as error:
-            problems += error.problems
+            problems += error.problems if (role.path, role.revision) not in tried else ()
+        tried.add((role.path, role.revision))
     workload = with_lengths(workload_of(checked, models), asked.lengths or asked.costs.lengths)
     problems += [*_no_room(checked, models, workload), *_too_many(checked, workload)]
     engine = run_support(checked.run.rollout.engine)
