@@ -156,7 +156,11 @@ def _rest(spec: GraphSpec) -> list[str]:
     generates = any(isinstance(call, Generate) for call in spec.calls.values())
     new_tokens = [_line("  max_new_tokens: 256", "of a sample")] if generates else []
     staleness = [_line("# staleness: 4", "rollouts run ahead of training; 0: synchronous")] if generates else []
-    evaluation = ["# eval:", _line("#   every: 20", "steps; on the data's test split"), "#   n: 1"] if generates else []
+    evaluation = [
+        "# eval:",
+        _line("#   every: 20", f"steps; {'on' if generates else 'the loss of'} the data's test split"),
+    ]
+    evaluation += ["#   n: 1"] if generates else []
     return [
         "",
         "batch:",
