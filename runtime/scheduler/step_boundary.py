@@ -170,10 +170,11 @@ class StepBoundary:
         then its weights have to be saved already.
         """
         self.evaluated_step = step
-        loss = metrics["loss"].value if "loss" in metrics else 0.0
-        reward = metrics["reward"].value if "reward" in metrics else -loss
-        value = next((metrics[name].value for name in BEST_BY if name in metrics), -loss)
-        if metrics.keys().isdisjoint((*BEST_BY, "loss")):
+        known = {name: metric.value for name, metric in metrics.items()}
+        if "loss" in known:
+            known["reward"] = -known["loss"]
+        value, reward = next((known[name] for name in BEST_BY if name in known), None), known.get("reward", 0.0)
+        if value is None:
             return False
         if self.best_step >= 0 and (value, reward) <= (self.best_value, self.best_reward):
             return False
