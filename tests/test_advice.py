@@ -102,6 +102,14 @@ def test_masked_tokens_of_the_newest_weights_are_a_difference_of_engines() -> No
     assert "newest weights" in text and "`logprob_gap`" in text and "`staleness`" not in text
 
 
+def test_failures_with_an_error_value_are_told_once_and_where_they_are() -> None:
+    advice = Advice({})
+    assert list(advice.look({"reward/failed": 0.0})) == []
+    (text,) = advice.look({"reward/failed": 0.25})
+    assert text.startswith("25% of the executions of reward failed") and "logs/worker-N.log" in text
+    assert list(advice.look({"reward/failed": 0.5})) == []
+
+
 def test_rows_that_are_left_out_are_told_once() -> None:
     advice = Advice({})
     assert list(advice.look({"batch/skipped_groups": 0.0})) == []

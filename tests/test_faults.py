@@ -16,6 +16,7 @@ from tests.runs import (
     Special,
     finish,
     home,
+    logs,
     numbers,
     records,
     set_fault,
@@ -173,6 +174,8 @@ def test_errors_that_are_scored_keep_the_run_going(own: Path) -> None:
     ]
     assert any(failed)
     assert all(0 <= share < 1 for share in failed)
+    assert "of the executions of reward failed and have its `error_value`" in run.running.output()
+    assert "KeyError" in logs(run.running.folder) and "raise KeyError" in logs(run.running.folder)
 
 
 def test_a_reward_that_never_returns_ends_within_its_limit(own: Path, reference: dict[int, dict[str, float]]) -> None:

@@ -38,6 +38,11 @@ class Advice:
                     f"{value:.0f} rows of this step were left out, since their prompts or sequences are too long: "
                     f"raise {self._limits} or `batch.max_new_tokens`, or set `data.too_long`"
                 )
+            elif what == "failed" and value and self._first(name):
+                yield (
+                    f"{value:.0%} of the executions of {call} failed and have its `error_value`: logs/worker-N.log of "
+                    "the run directory says why"
+                )
             elif what == "empty_steps" and value and self._first(name):
                 yield (
                     f"{call} took no optimizer step for {value:.0f} of its mini-batches: no token had a part in the "

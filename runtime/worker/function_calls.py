@@ -1,6 +1,7 @@
 """Function calls of one worker: inputs from the stores, units to the subprocesses, results back into the store."""
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from realgraph.runtime.job.sample_ids import group_of, place_of, sample_ids
 from realgraph.runtime.store.assemble import Assembler, Values, decode_value
 from realgraph.runtime.store.inputs import Inputs
 from realgraph.runtime.wire.protocol import Done, Execute, Mean, SampleSource
+
+log = logging.getLogger(__name__)
 
 
 class FunctionFailed(Exception):
@@ -87,6 +90,7 @@ class FunctionCalls:
                 raise FunctionFailed(result)
         left_out, means = self._put(command.call, units, results)
         if call.on_error == "score":  # those without a failure count, too: it is a share of all units of the step
+            _log_failures(command.call, results)
             failed = {unit.samples[0]: bool(result.error) for unit, result in zip(units, results, strict=True)}
             means["failed"] = _of_groups(failed, {unit.samples[0]: unit.groups[0] for unit in units})
         whole = call.over == "batch"
@@ -166,6 +170,14 @@ def _function(graph: Graph, name: str) -> Function:
     call = graph.calls[name]
     assert isinstance(call, Function)
     return call
+
+
+def _log_failures(name: str, results: Sequence[UnitResult]) -> None:
+    """Write the first of the failures that have an `error_value` to the worker's log, with its traceback."""
+    failed = [result for result in results if result.error]
+    if failed:
+        n, first = len(failed), failed[0]
+        log.warning("%d of %d executions of %s failed, first: %s\n%s", n, len(results), name, first.error, first.detail)
 
 
 def _of_groups(column: Mapping[int, float], groups: Mapping[int, int]) -> dict[int, Mean]:
