@@ -69,6 +69,10 @@ __all__ = ["place"]
         ("groups: 4", "groups: 40", "$.batch.groups", "the data set has 10 rows", "at most 10"),
         ("groups: 4", "expected_new_tokens: 17", "$.batch.expected_new_tokens", "a sample has at most 16", ""),
         ("steps: 3", "groups: 3", "$.groups", "unknown key 'groups'", "it belongs to `batch`"),
+        ("steps: 3", "temperature: 3", "$.temperature", "unknown key", "did you mean 'params.temperature'?"),
+        ("steps: 3", "lr: 3", "$.lr", "unknown key 'lr'", "did you mean 'params.lr'?"),
+        ("steps: 3", "learning_rate: 3", "$.learning_rate", "unknown key", "in params: did you mean 'lr'?"),
+        ("steps: 3", "train: {lr: 3}", "$.train", "unknown key 'train'", "did you mean 'calls.train'?"),
         ("groups: 4", "max_running: 4", "$.batch.max_running", "unknown key 'max_running'", "it belongs to `rollout`"),
         (
             "steps: 3",

@@ -335,6 +335,20 @@ def all_problems(earlier: Sequence[Problem], later: Sequence[Problem]) -> list[P
     return sorted([*earlier, *(problem for problem in later if problem.where.path not in known)])
 
 
+def in_its_section(problem: Problem, merged: Document) -> Problem:
+    """A key at the top of a run file that has no place there: its hint says where the graph has one of that name."""
+    name = problem.where.path.removeprefix("$.")
+    if not problem.text.startswith("unknown key") or name not in merged.tree or problem.hint.startswith("did"):
+        return problem
+    sections = {section: known for section in SHARED if isinstance(known := merged.tree.get(section), dict)}
+    homes = [f"'{section}.{name}'" for section, known in sections.items() if name in known and section != "inputs"]
+    close = suggest(name, sections.get("params", ()))
+    if homes:
+        return structs.replace(problem, hint=f"did you mean {' or '.join(homes)}?")
+    closer = close.startswith("did") and problem.hint.startswith("known")
+    return structs.replace(problem, hint=f"in params: {close}") if closer else problem
+
+
 def user_document(file: Document, overrides: Sequence[Document]) -> Document:
     """A run file (or nothing) with the command line's overrides laid over it, the last one on top."""
     merged, removed = file, set(file.removed)

@@ -27,6 +27,7 @@ from realgraph.graphs.yaml.load import (
     decode,
     find_graph,
     format_problems,
+    in_its_section,
     lay_over,
     library_names,
     name_problems,
@@ -117,7 +118,8 @@ def _compose(document: Document, file: Path, overrides: Sequence[str]) -> tuple[
     try:
         resolved = resolve(RunSpec, merged, graph, {})
     except ConfigError as error:
-        raise ConfigError(all_problems(problems, error.problems)) from None
+        told = [in_its_section(problem, merged) for problem in error.problems]
+        raise ConfigError(all_problems(problems, told)) from None
     placed, missing = _with_absolute_paths(resolved.document, graph_file, file)
     if wrong:  # what the graph's head lacks can't be decoded
         raise ConfigError(sorted([*problems, *missing]))
