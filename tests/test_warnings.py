@@ -43,6 +43,14 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "a value for errors that end the run": ({"calls.reward.error_value": 0.5}, ["unread_setting"]),
     "a value for errors": ({"calls.reward.error_value": 0.5, "calls.reward.on_error": "score"}, []),
+    "a part of a whole number for errors": (
+        {
+            "calls.reward.error_value": 0.5,
+            "calls.reward.on_error": "score",
+            "calls.reward.writes": {"reward": "sample int32"},
+        },
+        ["unread_setting"],
+    ),
     "states of frozen weights": (
         {"models.ref.master_dtype": "float64", "models.ref.gradient_checkpointing": True},
         ["unread_setting"] * 2,

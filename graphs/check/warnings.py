@@ -150,12 +150,20 @@ def unread_setting(draft: Draft, written: Written) -> Iterator[Problem]:
             yield draft.problem(f"$.calls.{name}.{field}", text, hint)
 
 
+def _whole_numbers(call: Function) -> list[str]:
+    """The keys of whole numbers that a function writes."""
+    return [repr(name) for name, text in call.writes.items() if "int" in text]
+
+
 def _unread_of(call: ModelCall, draft: Draft) -> Iterator[tuple[str, str, str]]:
     """Field, text and hint of each."""
     match call:
         case Function(on_error="fail") if call.error_value != 0:
             text = "an exception ends the run (on_error: fail), so no sample gets the error_value"
             yield "error_value", text, "set `on_error: score`, or leave it out"
+        case Function(on_error="score") if call.error_value % 1 and (names := _whole_numbers(call)):
+            text = f"{' and '.join(names)} take whole numbers, so that it is {int(call.error_value)} there"
+            yield "error_value", text, "give a whole number, or write float32"
         case Generate(temperature=0):
             for field in ("top_p", "top_k"):
                 if getattr(call, field) != getattr(Generate(call.model), field):

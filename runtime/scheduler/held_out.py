@@ -4,12 +4,13 @@ time as groups of a step, and no weights change. Knows not when.
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.runtime.commands.actions import Action, Send
+from realgraph.runtime.commands.loads import by_group
 from realgraph.runtime.commands.tally import StepTally, TallyNumbers
 from realgraph.runtime.commands.tasks import Task
 from realgraph.runtime.job.job import Job
@@ -95,7 +96,7 @@ class HeldOutLoss:
     def ended(self, task: Task, n_rows: int) -> tuple[list[Action], dict[str, Metric] | None]:
         """A part has ended: what is forgotten after it, and the metrics where it was the last one."""
         if task.call == LOAD:
-            groups = [group for owner, samples in task.loaded.items() for group in _groups(owner, samples)]
+            groups = [group for owner, samples in task.loaded.items() for group in self._loaded(owner, samples)]
             self._groups = tuple(sorted(groups, key=lambda group: group.id))
             self._tally.n_skipped -= len(self._groups)
             self._batch = self._batched()
@@ -112,6 +113,14 @@ class HeldOutLoss:
         metrics = self._metrics(n_rows)
         self._begin()
         return drops, metrics
+
+    def _loaded(self, owner: int, samples: Sequence[Sample]) -> Iterator[Group]:
+        """Groups of held-out rows, whose samples lie with their owner. Raises UnexpectedReply."""
+        numbers = dict.fromkeys(group_of(sample.sample) for sample in samples)
+        for number, own in by_group(samples, self._program.ids_of([*numbers])).items():
+            group = Group(number, owner, 0)
+            group.samples = own
+            yield group
 
     def _leave_out(self, left_out: Mapping[int, tuple[int, ...]]) -> None:
         """A function that runs before all calls of the batch has left samples out, by group."""
@@ -139,16 +148,6 @@ class HeldOutLoss:
             names = sorted(metrics, key=lambda key: (key not in BEST_BY, key != "loss"))  # that which judges first
             found |= {prefix + key: metrics[key] for key in names}
         return found | {"skipped": Mean(float(self._tally.n_skipped), float(n_rows))}
-
-
-def _groups(owner: int, samples: Sequence[Sample]) -> list[Group]:
-    """Groups of held-out rows, whose samples lie with their owner."""
-    groups: dict[int, Group] = {}
-    for sample in samples:
-        number = group_of(sample.sample)
-        group = groups.setdefault(number, Group(number, owner, 0))
-        group.samples += (sample,)
-    return list(groups.values())
 
 
 def _exp(nll: float) -> float:
