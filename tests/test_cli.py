@@ -10,7 +10,7 @@ import pytest
 
 from realgraph.commands.init import run_template
 from realgraph.graphs.yaml.document import parse_document
-from realgraph.graphs.yaml.load import library_names
+from realgraph.graphs.yaml.library import library_names
 from tests.console_script import typed
 
 # torch is made impossible to import; what is left must answer all the same.

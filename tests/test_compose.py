@@ -13,7 +13,7 @@ from realgraph.commands.init import run_template
 from realgraph.graphs.errors import Where
 from realgraph.graphs.spec import Function, GraphSpec
 from realgraph.graphs.yaml.document import Dumper, parse_document
-from realgraph.graphs.yaml.load import library_names
+from realgraph.graphs.yaml.library import library_names
 from realgraph.graphs.yaml.merge import walk
 from realgraph.graphs.yaml.schema import type_of
 from realgraph.reference.json_schema import graph_schema, run_schema

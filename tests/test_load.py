@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from realgraph.graphs.errors import ConfigError, Where
 from realgraph.graphs.spec import GraphSpec
 from realgraph.graphs.yaml.document import Document, Dumper, parse_document
-from realgraph.graphs.yaml.load import find_graph, library_folder, library_names, load_graph, read_graph, resolve
+from realgraph.graphs.yaml.library import library_folder, library_names
+from realgraph.graphs.yaml.load import find_graph, load_graph, read_graph, resolve
 from realgraph.graphs.yaml.merge import merge, walk
 from realgraph.graphs.yaml.schema import check, defaults_of, plain, type_of
 from realgraph.run_file.run_spec import RunSpec

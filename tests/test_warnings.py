@@ -9,7 +9,7 @@ import pytest
 from realgraph.commands.check import check_command
 from realgraph.graphs.check.warnings import WARNINGS, warnings_of
 from realgraph.graphs.yaml.document import parse_document, read_document
-from realgraph.graphs.yaml.load import library_folder, library_names
+from realgraph.graphs.yaml.library import library_folder, library_names
 from realgraph.run_file.compose import check_run
 from realgraph.run_file.open_graph import graph_and_warnings
 from tests.run_texts import place

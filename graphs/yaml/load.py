@@ -7,7 +7,6 @@ the language (`check/compile.py` does) and no section of a run file but its type
 import math
 import os
 from collections.abc import Iterator, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ from msgspec import Struct, field, structs
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
 from realgraph.graphs.spec import FORMAT, GraphSpec
 from realgraph.graphs.yaml.document import Branch, Document, Tree, ancestors, child, read_document
+from realgraph.graphs.yaml.library import library_folder, library_names
 from realgraph.graphs.yaml.merge import interpolate, merge, references, walk
 from realgraph.graphs.yaml.schema import check, fill, prepare, shown, type_of
 
@@ -46,16 +46,6 @@ class Resolved(Struct, frozen=True):
 
 
 # --- finding ----------------------------------------------------------------------------------------------------------
-
-
-def library_folder() -> Path:
-    """The folder of the graphs that come with realgraph."""
-    return Path(str(files("realgraph") / "graphs" / "library"))
-
-
-def library_names() -> tuple[str, ...]:
-    """The names of the library's graphs."""
-    return tuple(sorted(file.stem for file in library_folder().glob("*.yaml")))
 
 
 def find_graph(name: str, folder: Path, where: Where) -> Path:

@@ -13,7 +13,8 @@ from realgraph.graphs.spec import GraphSpec, ModelCall, ModelRole, Optimizer
 from realgraph.graphs.steps import AdaptiveKL, Step
 from realgraph.graphs.yaml.catalogue import library
 from realgraph.graphs.yaml.document import Document
-from realgraph.graphs.yaml.load import library_folder, load_graph
+from realgraph.graphs.yaml.library import library_folder
+from realgraph.graphs.yaml.load import load_graph
 from realgraph.graphs.yaml.schema import default_of, defaults_of, describe, structs, type_of
 from realgraph.planner.costs.memory.margin import MemorySpec
 from realgraph.planner.inputs.cluster import ClusterSpec, NodesSpec

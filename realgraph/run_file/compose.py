@@ -20,6 +20,7 @@ from realgraph.graphs.yaml.document import (
     parse_override,
     read_document,
 )
+from realgraph.graphs.yaml.library import library_names
 from realgraph.graphs.yaml.load import (
     SHARED,
     Resolved,
@@ -29,7 +30,6 @@ from realgraph.graphs.yaml.load import (
     format_problems,
     in_its_section,
     lay_over,
-    library_names,
     name_problems,
     read_graph,
     resolve,

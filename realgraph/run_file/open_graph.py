@@ -9,7 +9,8 @@ from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.facts import Facts
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.yaml.document import COMMAND_LINE, Document, read_document
-from realgraph.graphs.yaml.load import find_graph, library_names, load_graph_document, shown_name, traced, user_document
+from realgraph.graphs.yaml.library import library_names
+from realgraph.graphs.yaml.load import find_graph, load_graph_document, shown_name, traced, user_document
 from realgraph.graphs.yaml.schema import defaults_of
 from realgraph.run_file.compose import compose, parse_overrides
 from realgraph.run_file.run_spec import RunSpec
