@@ -22,6 +22,7 @@ from realgraph.runtime.wire.protocol import Execute, Reallocate
 from tests.runs import finish, home, merged, records, write_run
 from tests.schedulers import copied
 from tests.shapes import Shape, build_graph, job_of, plan_of
+from tests.simulated_rollouts import N_EVAL_ROWS
 from tests.simulator import Simulator
 
 __all__ = ["home"]
@@ -224,7 +225,7 @@ def simulated(seed: int) -> Simulator:
     rng, graph = random.Random(seed), pairs_graph()
     shape = Shape("dpo", n_workers=2, split=seed % 2 == 0, groups=2, eval_every=1 + seed % 2, seed=seed, steps=3)
     job = job_of(shape, apart(plan_of(shape, graph), "old_logp"), graph)
-    scheduler = Scheduler(job, range(shape.n_workers), 1000, None, 5)
+    scheduler = Scheduler(job, range(shape.n_workers), 1000, None, N_EVAL_ROWS)
     return Simulator(shape, rng, scheduler, graph=graph)
 
 

@@ -9,6 +9,7 @@ from realgraph.graphs.check.maths import terms_of
 from realgraph.graphs.check.switch import switch_off
 from realgraph.graphs.errors import Problem, Where
 from realgraph.graphs.infer import Draft, infer, step_reads, term_reads
+from realgraph.graphs.keys import parse_key_type
 from realgraph.graphs.maths import KL, NoClip, PolicyGradient
 from realgraph.graphs.spec import Advantage, Function, Generate, GraphSpec, Inference, ModelCall, Train, role_of
 
@@ -152,7 +153,7 @@ def unread_setting(draft: Draft, written: Written) -> Iterator[Problem]:
 
 def _whole_numbers(call: Function) -> list[str]:
     """The keys of whole numbers that a function writes."""
-    return [repr(name) for name, text in call.writes.items() if "int" in text]
+    return [repr(name) for name, text in call.writes.items() if parse_key_type(text).dtype in ("int32", "int64")]
 
 
 def _unread_of(call: ModelCall, draft: Draft) -> Iterator[tuple[str, str, str]]:

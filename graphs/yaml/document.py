@@ -13,6 +13,7 @@ from msgspec import Struct, field
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
 from realgraph.graphs.yaml.files import read_text
+from realgraph.graphs.yaml.library import library_names
 
 Tree: TypeAlias = bool | int | float | str | list["Tree"] | dict[str, "Tree"] | None
 Branch: TypeAlias = dict[str, Tree]
@@ -143,7 +144,7 @@ def read_document(file: Path, shown: str) -> Document:
 
 def _files_beside(file: Path) -> str:
     """A hint for a file that is not there."""
-    if (Path(__file__).parents[1] / "library" / f"{file.name}.yaml").is_file():
+    if file.name in library_names():
         return f"a run file names this library graph: realgraph init --graph {file.name} writes one"
     return suggest(file.name, (path.name for path in file.parent.glob("*.yaml"))) or "realgraph init writes a run file"
 

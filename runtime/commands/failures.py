@@ -55,12 +55,17 @@ def lost(worker: int, reason: str, doing: str, call: str) -> Failed:
     return Failed(worker, call, f"worker {worker} was lost {doing}: {reason}", kind="worker")
 
 
+def prompt_limits(prompted: Sequence[str]) -> tuple[str, ...]:
+    """The settings that say how long prompts may be: of the data, and of `prompted`, the generate calls whose prompts
+    other calls write."""
+    return ("data.max_prompt_tokens", *(f"calls.{name}.max_prompt_tokens" for name in prompted))
+
+
 def all_discarded(worker: int, call: str, n_groups: int, n_skipped: int, prompted: Sequence[str] = ()) -> Failed:
-    """Nothing but groups that are left out. prompted: generate calls whose prompts other calls write."""
-    limits = ["data.max_prompt_tokens", *(f"calls.{name}.max_prompt_tokens" for name in prompted)]
+    """Nothing but groups that are left out. prompted: see `prompt_limits`."""
     text = (
         f"the last {n_groups} prompt groups in a row were all left out ({n_skipped} with prompts over "
-        f"{' or '.join(limits)}, {n_groups - n_skipped} filtered out): there is nothing to train on"
+        f"{' or '.join(prompt_limits(prompted))}, {n_groups - n_skipped} filtered out): there is nothing to train on"
     )
     return Failed(worker, call, text, kind="data")
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from realgraph.graphs.maths import Decoupled, Masked, OffPolicy, PolicyGradient
 from realgraph.graphs.spec import ModelCall, Train
+from realgraph.runtime.commands.failures import prompt_limits
 
 FLAT_STEPS = 5  # in a row, before equal rewards are worth a note
 FLAT_TOLERANCE = 1e-9  # relative to the mean square: below it rewards differ by rounding only
@@ -17,8 +18,7 @@ class Advice:
     generate from what other calls write."""
 
     def __init__(self, calls: Mapping[str, ModelCall], prompted: Sequence[str] = ()) -> None:
-        limits = ["data.max_prompt_tokens", *(f"calls.{name}.max_prompt_tokens" for name in prompted)]
-        self._limits = ", ".join(f"`{limit}`" for limit in limits)
+        self._limits = ", ".join(f"`{limit}`" for limit in prompt_limits(prompted))
         self._masks = dict(_masks(calls))
         self._flat: dict[str, int] = {}  # call -> steps in a row whose rewards were all equal
         self._given: set[str] = set()

@@ -14,7 +14,7 @@ from realgraph.runtime.scheduler.held_out import HeldOutLoss
 from realgraph.runtime.scheduler.program import Program
 from realgraph.runtime.scheduler.step_boundary import BoundaryWork, StepBoundary
 from realgraph.runtime.scheduler.steps import OpenSteps
-from realgraph.runtime.wire.protocol import Evaluate, Save
+from realgraph.runtime.wire.protocol import Evaluate, Metric, Save
 
 PARTIAL = ".partial"  # end of the name of a checkpoint's folder until it is whole
 LEAST_ENGINES = 2  # of which one can be set aside
@@ -59,10 +59,7 @@ class BoundaryRunner:
         if not self._program.generate:
             return self._part_ended(task)
         beside = task.number == self.beside
-        self._done(task)
-        metrics = task.tally.metrics.get(task.call, {})
-        best = self._boundary.judge(task.step, metrics, beside=beside)
-        ended = EvalEnded(task.step, metrics, best, tuple(task.tally.transcripts))
+        ended = self._judged(task, task.tally.metrics.get(task.call, {}), beside=beside)
         return [ended] if beside else [ended, *self._devices.release_generator()]
 
     def _part_ended(self, task: Task) -> list[Action]:
@@ -71,9 +68,13 @@ class BoundaryRunner:
         if metrics is None:
             self.task = None
             return drops
+        return [*drops, self._judged(task, metrics)]
+
+    def _judged(self, task: Task, metrics: dict[str, Metric], *, beside: bool = False) -> EvalEnded:
+        """The evaluation in hand has ended with these metrics."""
         self._done(task)
-        best = self._boundary.judge(task.step, metrics)
-        return [*drops, EvalEnded(task.step, metrics, best, tuple(task.tally.transcripts))]
+        best = self._boundary.judge(task.step, metrics, beside=beside)
+        return EvalEnded(task.step, metrics, best, tuple(task.tally.transcripts))
 
     def saved(self, task: Task, now: float) -> None:
         """A checkpoint is written."""

@@ -249,11 +249,8 @@ class Scheduler:
         return self._halt(error, error.error)
 
     def _give_up_if_all_discarded(self) -> list[Action]:
-        n, n_skipped, prompted = (
-            self._collection.n_discarded_in_row,
-            self._collection.n_skipped,
-            self._job.graph.prompted,
-        )
+        n, n_skipped = self._collection.n_discarded_in_row, self._collection.n_skipped
+        prompted = self._job.graph.prompted
         no_row_fits = n_skipped >= self._n_rows and not prompted  # a prompt that a call writes may be shorter next time
         if n >= DISCARDED_BATCHES * self._job.batch.groups or no_row_fits:
             error = failures.all_discarded(self._workers[0], self._program.generate, n, n_skipped, prompted)
