@@ -21,18 +21,8 @@ from benchmarks.machine import describe
 from realgraph.runtime.commands.actions import Action, Event, Halt, Send, StepEnded
 from realgraph.runtime.job.sample_ids import group_of, sample_ids
 from realgraph.runtime.scheduler.scheduler import Scheduler
-from realgraph.runtime.wire.protocol import (
-    Done,
-    Evaluate,
-    Execute,
-    Generated,
-    Mean,
-    Reallocate,
-    Sample,
-    Save,
-    Submit,
-    encode,
-)
+from realgraph.runtime.wire.metrics import Mean
+from realgraph.runtime.wire.protocol import Done, Evaluate, Execute, Generated, Reallocate, Sample, Save, Submit, encode
 from tests.shapes import Shape, job_of
 
 RESULTS = Path(__file__).parent / "results" / "scheduler.json"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from realgraph.runtime.job.job import Job
-from realgraph.runtime.wire.protocol import Mean
+from realgraph.runtime.wire.metrics import Mean
 
 MAX_LOGPROB_GAP = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}  # mean nats a sampled token
 LEAST_TOKENS = 32  # of an engine that is judged by itself: of fewer a single one that rounding hits hard decides

@@ -16,7 +16,8 @@ from realgraph.runtime.hosts.messages import HostBeat, HostEnded, Looked
 from realgraph.runtime.hosts.messages import encode as encode_for_hub
 from realgraph.runtime.store import bundle
 from realgraph.runtime.wire.curve import KeyPair, make_keys, secure_client
-from realgraph.runtime.wire.protocol import Done, Generated, Heartbeat, Hello, Mean, Peer, Sample
+from realgraph.runtime.wire.metrics import Mean
+from realgraph.runtime.wire.protocol import Done, Generated, Heartbeat, Hello, Peer, Sample
 from realgraph.runtime.wire.protocol import encode as encode_for_master
 
 MOST_SECONDS = 120.0  # of one attack

@@ -16,7 +16,7 @@ from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.plan.plan import Allocation, Hashes, Plan, Turn, reallocation_node
 from realgraph.planner.plan.residency import reallocations
-from realgraph.runtime.job.eval_engines import eval_on_mistake
+from realgraph.runtime.job.evaluations import eval_on_mistake
 from realgraph.runtime.job.job import BatchSpec, CheckpointSpec, DataSpec, EvalOn, EvalSpec, Job, RuntimeSpec
 from realgraph.runtime.job.rollout import Interrupt, RolloutSpec
 from realgraph.runtime.job.samples import with_gathering

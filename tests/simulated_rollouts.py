@@ -12,7 +12,8 @@ from realgraph.graphs.spec import Inference, Train
 from realgraph.runtime.commands.actions import Event
 from realgraph.runtime.job.sample_ids import group_of, sample_ids
 from realgraph.runtime.scheduler.program import ranks_of
-from realgraph.runtime.wire.protocol import Execute, Generated, Load, Loaded, Mean, Sample, Submit
+from realgraph.runtime.wire.metrics import Mean
+from realgraph.runtime.wire.protocol import Execute, Generated, Load, Loaded, Sample, Submit
 from tests.shapes import Shape
 from tests.simulated_tasks import SimulatedTasks
 from tests.simulated_worker import Workers

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from realgraph.runtime.commands.actions import Event
-from realgraph.runtime.wire.protocol import Done, Mean, Sample
+from realgraph.runtime.wire.metrics import Mean
+from realgraph.runtime.wire.protocol import Done, Sample
 from tests.shapes import Shape
 
 

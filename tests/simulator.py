@@ -23,6 +23,7 @@ from realgraph.runtime.job.engine_loss import expendable_engines
 from realgraph.runtime.job.sample_ids import group_of
 from realgraph.runtime.scheduler.groups.transitions import GroupState
 from realgraph.runtime.scheduler.scheduler import Scheduler
+from realgraph.runtime.wire.metrics import Mean
 from realgraph.runtime.wire.protocol import (
     Abort,
     Command,
@@ -35,7 +36,6 @@ from realgraph.runtime.wire.protocol import (
     Generated,
     Keep,
     Load,
-    Mean,
     Prefetch,
     Reallocate,
     Save,

@@ -19,7 +19,7 @@ from realgraph.runtime.engine import TrainOptions
 from realgraph.runtime.job.audit import AuditRecord, AuditSample, AuditSpan
 from realgraph.runtime.job.sample_ids import sample_id
 from realgraph.runtime.train.passes import AGES_TOLD
-from realgraph.runtime.wire.protocol import Metric
+from realgraph.runtime.wire.metrics import Metric
 from tests import tiny
 from tests.engines import POLICY, call, engine, folder
 from tests.generating import GENERATING, generating_graph

@@ -7,9 +7,10 @@ import pytest
 from msgspec import structs
 
 from realgraph.runtime.commands.actions import Checkpointed, CheckpointWritten, EvalEnded, Send, StepEnded
-from realgraph.runtime.job.eval_engines import eval_on_mistake
+from realgraph.runtime.job.evaluations import eval_on_mistake
 from realgraph.runtime.scheduler.step_boundary import StepBoundary
-from realgraph.runtime.wire.protocol import Evaluate, Mean, Submit
+from realgraph.runtime.wire.metrics import Mean
+from realgraph.runtime.wire.protocol import Evaluate, Submit
 from tests.generating import generating_graph
 from tests.schedulers import copied
 from tests.shapes import Shape, graph_of, plan_of, random_shape

@@ -14,7 +14,7 @@ from realgraph.runtime.algorithms.estimators import kl, segment_sum, suffix_sums
 from realgraph.runtime.algorithms.loss_terms import surrogate
 from realgraph.runtime.algorithms.losses import LossNeeds, denominator, evaluate, needs
 from realgraph.runtime.batch import Outputs, Packed
-from realgraph.runtime.wire.protocol import Metric, merge
+from realgraph.runtime.wire.metrics import Metric, merge
 from tests.slow_losses import AGGREGATES, DTYPE, FUNCTIONS, PAIR_TERMS, TERMS, grads, make, part, slow_loss
 
 

@@ -38,7 +38,7 @@ from realgraph.runtime.master.records import MetricsFile, TraceFile, Transcripts
 from realgraph.runtime.master.step_metrics import flatten, planned_of, queue_seconds
 from realgraph.runtime.master.trackers import make_trackers
 from realgraph.runtime.processes.local import WorkerHandle
-from realgraph.runtime.wire.protocol import Mean
+from realgraph.runtime.wire.metrics import Mean
 from realgraph.runtime.worker.evaluation import pass_at_k
 from realgraph.runtime.worker.resources import DeviceMemory
 from realgraph.screen.console import LiveScreen, PlainLines, sparkline, summary

@@ -18,7 +18,7 @@ from realgraph.runtime.parallel.collectives.rendezvous import CollectiveError
 from realgraph.runtime.parallel.groups import LayoutRanks, Ranks
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from realgraph.runtime.train.errors import NumericsError
-from realgraph.runtime.wire.protocol import Metric, merge
+from realgraph.runtime.wire.metrics import Metric, merge
 from tests import tiny
 from tests.ranks import RankProcesses, joined
 

@@ -19,7 +19,8 @@ from realgraph.runtime.commands.actions import (
     StopRequested,
 )
 from realgraph.runtime.job.engine_loss import expendable_workers
-from realgraph.runtime.wire.protocol import Evaluate, Execute, Heartbeat, Load, Mean, Reallocate, Save
+from realgraph.runtime.wire.metrics import Mean
+from realgraph.runtime.wire.protocol import Evaluate, Execute, Heartbeat, Load, Reallocate, Save
 from tests.resumed_runs import assert_trains_the_rest, groups_of_steps, resumed_from
 from tests.shapes import Shape, random_shape
 from tests.simulator import Simulator, ended_steps

@@ -36,7 +36,7 @@ from realgraph.runtime.logprob_gap import (
 from realgraph.runtime.models.weights import whole
 from realgraph.runtime.train.engine import TorchTrainEngine
 from realgraph.runtime.train.errors import NumericsError
-from realgraph.runtime.wire.protocol import Mean
+from realgraph.runtime.wire.metrics import Mean
 from realgraph.runtime.worker.update_gate import PROBE_SAMPLES, GateProbe, engine_gaps
 from tests import tiny
 from tests.engines import call, engine, folder, optimizer, same, weights_of

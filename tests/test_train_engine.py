@@ -30,7 +30,7 @@ from realgraph.runtime.models.weights import whole
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.train.engine import open_engine
 from realgraph.runtime.train.optimizer import LossScale
-from realgraph.runtime.wire.protocol import Mean, Metric
+from realgraph.runtime.wire.metrics import Mean, Metric
 from tests import tiny
 from tests.engines import CPU, OPTIMIZER, POLICY, call, close, engine, folder, optimizer, same, weights_of
 

@@ -21,7 +21,7 @@ from realgraph.run_file.compose import Checked, check_run
 from realgraph.run_file.function_variables import refuse_unset
 from realgraph.run_file.resolved import resolved_text
 from realgraph.runtime.data.sums import sums_of
-from realgraph.runtime.job.eval_engines import eval_on_mistake
+from realgraph.runtime.job.evaluations import eval_on_mistake
 from realgraph.runtime.job.job import Job, SearchSpec
 from realgraph.runtime.job.run_folder import RunFolder, exclusive, write_atomic
 from realgraph.runtime.job.samples import with_gathering

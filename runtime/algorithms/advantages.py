@@ -18,7 +18,7 @@ from realgraph.graphs.steps import GAE, AdaptiveKL, ApplyStep, Center, KLPenalty
 from realgraph.runtime.algorithms.applied import AppliedCall, apply_step
 from realgraph.runtime.algorithms.estimators import indices_by_group, kl, segment_sum, suffix_sums
 from realgraph.runtime.batch import Packed
-from realgraph.runtime.wire.protocol import Mean
+from realgraph.runtime.wire.metrics import Mean
 
 StepFunction = Callable[..., Tensor]  # (batch: Packed, running: [N] or [T], **args) -> [N] or [T]
 RETURNS = "returns"

@@ -34,7 +34,7 @@ from realgraph.runtime.algorithms import loss_terms
 from realgraph.runtime.algorithms.applied import AppliedCall, apply_term
 from realgraph.runtime.algorithms.loss_terms import Largest, Stats, View
 from realgraph.runtime.batch import Outputs, Packed
-from realgraph.runtime.wire.protocol import Max, Mean, Metric
+from realgraph.runtime.wire.metrics import Max, Mean, Metric
 
 LossFunction = Callable[..., Tensor]  # (batch: Packed, outputs: Outputs, **args) -> [T], a loss per token
 

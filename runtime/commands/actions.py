@@ -2,7 +2,8 @@
 
 from msgspec import Struct, field, structs
 
-from realgraph.runtime.wire.protocol import Command, Failed, Mean, Metric, Reply
+from realgraph.runtime.wire.metrics import Mean, Metric
+from realgraph.runtime.wire.protocol import Command, Failed, Reply
 
 STATE_FORMAT = 2  # version of Checkpointed; 1 also had the number of the next task
 

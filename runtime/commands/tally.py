@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from msgspec import Struct
 
 from realgraph.runtime.commands.actions import CallSpan
-from realgraph.runtime.wire.protocol import Max, Mean, Metric
+from realgraph.runtime.wire.metrics import Max, Mean, Metric
 
 
 class TallyImage(Struct, frozen=True):

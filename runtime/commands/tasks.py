@@ -7,7 +7,8 @@ from typing import Literal
 from msgspec import Struct
 
 from realgraph.runtime.commands.tally import StepTally, TallyNumbers
-from realgraph.runtime.wire.protocol import Done, Mean, Sample
+from realgraph.runtime.wire.metrics import Mean
+from realgraph.runtime.wire.protocol import Done, Sample
 
 TaskKind = Literal["stream", "prefetch", "call", "reallocate", "save", "evaluate"]
 

@@ -21,7 +21,8 @@ from realgraph.runtime.drawn.tokens import DrawnTokens, pack
 from realgraph.runtime.engine import Completion, Request, RolloutEngine
 from realgraph.runtime.job.sample_ids import group_of, place_of, sample_ids
 from realgraph.runtime.store.assemble import Assembler
-from realgraph.runtime.wire.protocol import Generated, Mean, Sample
+from realgraph.runtime.wire.metrics import Mean
+from realgraph.runtime.wire.protocol import Generated, Sample
 
 log = logging.getLogger(__name__)
 

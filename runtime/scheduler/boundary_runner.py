@@ -14,7 +14,8 @@ from realgraph.runtime.scheduler.held_out import HeldOutLoss
 from realgraph.runtime.scheduler.program import Program
 from realgraph.runtime.scheduler.step_boundary import BoundaryWork, StepBoundary
 from realgraph.runtime.scheduler.steps import OpenSteps
-from realgraph.runtime.wire.protocol import Evaluate, Metric, Save
+from realgraph.runtime.wire.metrics import Metric
+from realgraph.runtime.wire.protocol import Evaluate, Save
 
 PARTIAL = ".partial"  # end of the name of a checkpoint's folder until it is whole
 LEAST_ENGINES = 2  # of which one can be set aside

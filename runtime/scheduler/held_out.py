@@ -21,7 +21,8 @@ from realgraph.runtime.scheduler.placement import Batch
 from realgraph.runtime.scheduler.program import Program
 from realgraph.runtime.scheduler.step_boundary import BEST_BY
 from realgraph.runtime.scheduler.steps import OpenSteps
-from realgraph.runtime.wire.protocol import Drop, Load, Mean, Metric, Sample
+from realgraph.runtime.wire.metrics import Mean, Metric
+from realgraph.runtime.wire.protocol import Drop, Load, Sample
 
 LOAD = ""  # the call of a task that loads rows
 

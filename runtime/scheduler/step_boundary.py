@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from realgraph.runtime.commands.actions import Checkpointed
 from realgraph.runtime.job.job import Job
-from realgraph.runtime.wire.protocol import Metric
+from realgraph.runtime.wire.metrics import Metric
 
 # The first of these that an evaluation reports decides which is best, then its reward; else the least loss does.
 BEST_BY = ("accuracy", "pass@1", "reward")

@@ -14,7 +14,8 @@ from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.groups.ledger import Group
 from realgraph.runtime.scheduler.placement import Batch, drawn, units_of
 from realgraph.runtime.scheduler.program import OF_GROUP, CallPlan, Program
-from realgraph.runtime.wire.protocol import Execute, Mean, Prefetch, SampleSource
+from realgraph.runtime.wire.metrics import Mean
+from realgraph.runtime.wire.protocol import Execute, Prefetch, SampleSource
 
 Part = tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[SampleSource, ...]]  # (workers, shares, sources)
 

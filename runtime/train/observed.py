@@ -10,7 +10,7 @@ from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS, VERSIONS
 from realgraph.graphs.spec import Train
 from realgraph.runtime.batch import Outputs, Packed
 from realgraph.runtime.train.audit import Seen
-from realgraph.runtime.wire.protocol import Mean
+from realgraph.runtime.wire.metrics import Mean
 
 
 @dataclass(frozen=True)

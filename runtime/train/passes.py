@@ -33,7 +33,7 @@ from realgraph.runtime.train.microbatch import cut, idle, rejoin, units
 from realgraph.runtime.train.observed import Aim, gap_sums, observed
 from realgraph.runtime.train.optimizer import Masters
 from realgraph.runtime.train.staged import Judged, PackedMicroBatch, StagedModel
-from realgraph.runtime.wire.protocol import Mean, Metric, merge
+from realgraph.runtime.wire.metrics import Mean, Metric, merge
 
 PROXIMAL_LOGPROBS = "proximal_logprobs"
 AGES_TOLD = 16  # steps, up to which the tokens of each age are counted

@@ -26,6 +26,7 @@ from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.job.samples import keeps_samples
 from realgraph.runtime.store.assemble import Assembler
 from realgraph.runtime.store.inputs import Inputs
+from realgraph.runtime.wire.metrics import Max, Metric, merge
 from realgraph.runtime.wire.protocol import (
     PEAK_BYTES,
     PREFETCHED_BYTES,
@@ -40,15 +41,12 @@ from realgraph.runtime.wire.protocol import (
     Keep,
     Load,
     Loaded,
-    Max,
-    Metric,
     Ready,
     Reallocate,
     Reply,
     Rescue,
     Save,
     Submit,
-    merge,
 )
 from realgraph.runtime.worker.evaluation import Evaluation
 from realgraph.runtime.worker.failures import failure

@@ -15,7 +15,8 @@ from realgraph.runtime.functions.functions import Unit, keywords_of
 from realgraph.runtime.functions.host import FunctionHost
 from realgraph.runtime.generate.rollouts import Rollouts, StaleWeightsError, sample_seed
 from realgraph.runtime.job.job import EvalSpec, Job
-from realgraph.runtime.wire.protocol import Done, Evaluate, Mean
+from realgraph.runtime.wire.metrics import Mean
+from realgraph.runtime.wire.protocol import Done, Evaluate
 from realgraph.runtime.worker.function_calls import FunctionFailed
 from realgraph.runtime.worker.loading import Loading, Prompt
 from realgraph.runtime.worker.resources import Resources

@@ -17,7 +17,8 @@ from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.sample_ids import group_of, place_of, sample_ids
 from realgraph.runtime.store.assemble import Assembler, Values, decode_value
 from realgraph.runtime.store.inputs import Inputs
-from realgraph.runtime.wire.protocol import Done, Execute, Mean, SampleSource
+from realgraph.runtime.wire.metrics import Mean
+from realgraph.runtime.wire.protocol import Done, Execute, SampleSource
 
 log = logging.getLogger(__name__)
 

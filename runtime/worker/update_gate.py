@@ -28,7 +28,8 @@ from realgraph.runtime.logprob_gap import EngineGap, check_engines, engine_name,
 from realgraph.runtime.parallel.collectives.peers import naming
 from realgraph.runtime.parallel.collectives.rendezvous import CollectiveError
 from realgraph.runtime.parallel.groups import Ranks
-from realgraph.runtime.wire.protocol import Max, Metric, Reallocate
+from realgraph.runtime.wire.metrics import Max, Metric
+from realgraph.runtime.wire.protocol import Reallocate
 from realgraph.runtime.worker.roles import Roles
 
 PROBE_SAMPLES, PROBE_NEW_TOKENS, PROBE_PROMPT_TOKENS = 4, 8, 256  # of a probe, at most: far below what any batch has

@@ -16,7 +16,7 @@ from realgraph.runtime.parallel.pipeline.stage import PipelineStage
 from realgraph.runtime.parallel.tensor.pieces import TensorCut
 from realgraph.runtime.train import passes
 from realgraph.runtime.train.observed import observed
-from realgraph.runtime.wire.protocol import Mean
+from realgraph.runtime.wire.metrics import Mean
 from tests.equivalence.comparing import alone, check, check_gradients, check_metrics, check_outputs, check_states
 from tests.equivalence.layouts import LAYOUTS
 from tests.equivalence.training import Case, Training, train

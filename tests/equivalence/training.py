@@ -37,7 +37,7 @@ from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from realgraph.runtime.train.passes import ModelPasses, StepShare
 from realgraph.runtime.train.staged import PackedMicroBatch
-from realgraph.runtime.wire.protocol import Metric, merge
+from realgraph.runtime.wire.metrics import Metric, merge
 from tests import tiny
 from tests.ranks import joined
 

@@ -14,7 +14,8 @@ from msgspec import Struct
 
 from realgraph.runtime.commands.loads import UnexpectedReply
 from realgraph.runtime.scheduler.groups.transitions import GroupEvent, GroupState, group_after
-from realgraph.runtime.wire.protocol import NOBODY, Mean, Sample
+from realgraph.runtime.wire.metrics import Mean
+from realgraph.runtime.wire.protocol import NOBODY, Sample
 
 Overdue = Literal["mask", "wait", "drop", "allow"]
 LEFT_TO_DO = {GroupState.ADMITTED: 0, GroupState.GENERATED: 1, GroupState.READY: 2}  # the most first
