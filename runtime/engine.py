@@ -17,8 +17,7 @@ from realgraph.runtime.files.paths import RunPath
 from realgraph.runtime.job.audit import Audit
 from realgraph.runtime.parallel.exchange import WeightPart
 from realgraph.runtime.parallel.segments import WeightSegment
-from realgraph.runtime.wire.metrics import Metric
-from realgraph.runtime.wire.protocol import HeldBytes
+from realgraph.runtime.wire.metrics import HeldBytes, Metric
 
 RELEASED = -1  # the version of weights that were given up
 Decode = Callable[[Sequence[int]], str]  # token ids to text

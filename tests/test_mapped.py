@@ -21,7 +21,7 @@ from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.parallel.mapped import MappedRoute
 from realgraph.runtime.parallel.routes import rounds
 from realgraph.runtime.parallel.segments import WeightSegment, share_weights
-from realgraph.runtime.wire.protocol import ArrivedBytes
+from realgraph.runtime.wire.metrics import ArrivedBytes
 from tests.engines import CPU
 from tests.ranks import RankProcesses
 from tests.waiting import until

@@ -5,7 +5,7 @@ from collections.abc import Container
 from itertools import groupby
 
 from realgraph.runtime.master.observer import RunRecord, Span, StepRecord
-from realgraph.runtime.wire.protocol import ArrivedBytes, HeldBytes
+from realgraph.runtime.wire.metrics import ArrivedBytes, HeldBytes
 
 
 class StepsSeen:

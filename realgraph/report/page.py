@@ -12,7 +12,7 @@ from realgraph.report.curves import TRAINED, Curve, curve_svg, curves_of, evalua
 from realgraph.report.history import RunHistory
 from realgraph.report.timelines import timelines
 from realgraph.runtime.master.observer import Transcript
-from realgraph.runtime.wire.protocol import PEAK_BYTES
+from realgraph.runtime.wire.metrics import PEAK_BYTES
 
 SHOWN_SAMPLES = 12  # of training, and of evaluations, the last ones
 OTHERS = "of the run"  # metrics that belong to no call

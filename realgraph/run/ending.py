@@ -15,7 +15,7 @@ from realgraph.run.running import PreparedRun
 from realgraph.runtime.master.master import RunOutcome
 from realgraph.runtime.master.observer import PlannedSeconds, RunRecord, StepRecord
 from realgraph.runtime.master.step_metrics import planned_of
-from realgraph.runtime.wire.protocol import PEAK_BYTES
+from realgraph.runtime.wire.metrics import PEAK_BYTES
 from realgraph.screen.output import say
 
 

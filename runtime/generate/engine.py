@@ -23,7 +23,7 @@ from realgraph.runtime.generate.session import (
     SetAside,
     Submitted,
 )
-from realgraph.runtime.wire.protocol import HeldBytes
+from realgraph.runtime.wire.metrics import HeldBytes
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from typing import Literal, Protocol
 
 from msgspec import Struct, field, structs
 
-from realgraph.runtime.wire.protocol import ArrivedBytes, HeldBytes
+from realgraph.runtime.wire.metrics import ArrivedBytes, HeldBytes
 
 
 class PlannedSeconds(Struct, frozen=True):

@@ -8,7 +8,7 @@ from realgraph.planner.plan.plan import Plan
 from realgraph.runtime.commands.actions import CallSpan, StepEnded
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.master.observer import PlannedSeconds
-from realgraph.runtime.wire.protocol import PEAK_BYTES
+from realgraph.runtime.wire.metrics import PEAK_BYTES
 
 PLANNED_BYTES = "planned_bytes"  # a metric: of `PEAK_BYTES`, as predicted
 PLANNED_SECONDS = "planned_seconds"  # a metric: of `seconds`, as predicted

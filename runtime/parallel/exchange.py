@@ -25,7 +25,7 @@ from realgraph.runtime.parallel.cuts import Box, layout_boxes, overlap, whole_bo
 from realgraph.runtime.parallel.groups import Member
 from realgraph.runtime.parallel.routes import Holdings, Message, Piece, cut_to, rounds
 from realgraph.runtime.parallel.segments import WeightSegment
-from realgraph.runtime.wire.protocol import ArrivedBytes
+from realgraph.runtime.wire.metrics import ArrivedBytes
 
 UNBOUNDED = 1 << 62  # elements of a bucket that nothing is copied to
 BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}  # by kind of device

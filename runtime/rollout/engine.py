@@ -32,7 +32,7 @@ from realgraph.runtime.rollout.samples import GrowingSample
 from realgraph.runtime.rollout.serving import Requests, ServedWeights, ServerHome, Serving, ServingBounds
 from realgraph.runtime.rollout.weights.broadcast import Broadcast
 from realgraph.runtime.rollout.weights.staged import StagedWeights, checkpoint_parts, checksums_of
-from realgraph.runtime.wire.protocol import HeldBytes
+from realgraph.runtime.wire.metrics import HeldBytes
 
 CALL_SECONDS = 1800.0  # of one call to the server by a caller; the master's deadlines are tighter
 

@@ -15,7 +15,8 @@ from realgraph.runtime.job.sample_ids import group_of, sample_ids
 from realgraph.runtime.store.shares import Share
 from realgraph.runtime.store.store import Store, as_bytes
 from realgraph.runtime.store.transfer import DataPlane, GatherRequest
-from realgraph.runtime.wire.protocol import ArrivedBytes, SampleSource
+from realgraph.runtime.wire.metrics import ArrivedBytes
+from realgraph.runtime.wire.protocol import SampleSource
 
 Values = dict[str, dict[int, Tensor]]
 

@@ -46,8 +46,7 @@ from realgraph.runtime.train.observed import Aim
 from realgraph.runtime.train.optimizer import Adam, LossScale, Masters, lr_factor
 from realgraph.runtime.train.passes import ModelPasses, PassTotals, StepShare
 from realgraph.runtime.train.recompute import recomputing
-from realgraph.runtime.wire.metrics import Mean, Metric
-from realgraph.runtime.wire.protocol import HeldBytes
+from realgraph.runtime.wire.metrics import HeldBytes, Mean, Metric
 
 FIRST_LOSS_SCALE = 2.0**16  # of float16 losses
 

@@ -19,8 +19,7 @@ from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.parallel.segments import WeightSegment
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from realgraph.runtime.train.files import HostSnapshot
-from realgraph.runtime.wire.metrics import Metric
-from realgraph.runtime.wire.protocol import HeldBytes
+from realgraph.runtime.wire.metrics import HeldBytes, Metric
 
 
 def open_train(role: ModelRole, path: str, layout: Layout, ranks: LayoutRanks, settings: TrainSettings) -> TrainEngine:

@@ -22,7 +22,8 @@ from realgraph.runtime.parallel.shares import Shares
 from realgraph.runtime.store.mail import Mail
 from realgraph.runtime.store.store import Store
 from realgraph.runtime.store.transfer import GatherRequest, Values
-from realgraph.runtime.wire.protocol import ArrivedBytes, Reallocate
+from realgraph.runtime.wire.metrics import ArrivedBytes
+from realgraph.runtime.wire.protocol import Reallocate
 
 Gather = Callable[[Sequence[GatherRequest]], Values]
 

@@ -26,7 +26,8 @@ from realgraph.runtime.parallel.mapped import MappedRoute
 from realgraph.runtime.parallel.routes import Holdings
 from realgraph.runtime.parallel.shares import Shares, shares
 from realgraph.runtime.weights.handover import FetchedWeights, WeightHandover
-from realgraph.runtime.wire.protocol import ArrivedBytes, Reallocate
+from realgraph.runtime.wire.metrics import ArrivedBytes
+from realgraph.runtime.wire.protocol import Reallocate
 
 
 def role_path(models: Mapping[str, ModelRole], role: str) -> str:

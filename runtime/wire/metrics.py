@@ -1,8 +1,11 @@
-"""Numbers about calls, which merge over workers."""
+"""Numbers that workers report of their calls, and how those of several workers merge."""
 
 from collections.abc import Mapping
 
 from msgspec import Struct
+
+PEAK_BYTES = "peak_bytes"  # a metric: the most bytes on a worker's device while it ran a call
+PREFETCHED_BYTES = "prefetched_bytes"  # a metric: of the call's states, that began to come while the call before ran
 
 
 class Mean(Struct, frozen=True, gc=False, tag="mean"):
@@ -43,3 +46,22 @@ def merge(metrics: dict[str, Metric], more: Mapping[str, Metric]) -> None:
                 metrics[name] = held + metric
             case _:
                 raise AssertionError(f"the metric {name!r} is a mean in one place and a maximum in another")
+
+
+class ArrivedBytes(Struct, frozen=True, gc=False):
+    """Bytes of samples or weights that came to a worker from others: of its host, and of other hosts."""
+
+    near: int = 0
+    far: int = 0
+
+    def __add__(self, other: "ArrivedBytes") -> "ArrivedBytes":
+        return ArrivedBytes(self.near + other.near, self.far + other.far)
+
+
+class HeldBytes(Struct, frozen=True, gc=False):
+    """Bytes on a worker's device of its part of a role's weights, of their gradients at most, and of masters and
+    moments; counted tensor by tensor."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct, field
 
-from realgraph.runtime.wire.metrics import Mean, Metric
+from realgraph.runtime.wire.metrics import ArrivedBytes, HeldBytes, Mean, Metric
 
 
 class _Message(Struct, frozen=True, tag=True, array_like=False):
@@ -218,29 +218,6 @@ Command = (
 
 
 # --- worker -> master -------------------------------------------------------------------------------------------------
-
-
-PEAK_BYTES = "peak_bytes"  # a metric: the most bytes on a worker's device while it ran a call
-PREFETCHED_BYTES = "prefetched_bytes"  # a metric: of the call's states, that began to come while the call before ran
-
-
-class ArrivedBytes(Struct, frozen=True, gc=False):
-    """Bytes of samples or weights that came to a worker from others: of its host, and of other hosts."""
-
-    near: int = 0
-    far: int = 0
-
-    def __add__(self, other: "ArrivedBytes") -> "ArrivedBytes":
-        return ArrivedBytes(self.near + other.near, self.far + other.far)
-
-
-class HeldBytes(Struct, frozen=True, gc=False):
-    """Bytes on a worker's device of its part of a role's weights, of their gradients at most, and of masters and
-    moments; counted tensor by tensor."""
-
-    weights: int = 0
-    gradients: int = 0
-    optimizer: int = 0
 
 
 class Hello(_Message, frozen=True):

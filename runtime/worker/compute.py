@@ -26,10 +26,8 @@ from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.job.samples import keeps_samples
 from realgraph.runtime.store.assemble import Assembler
 from realgraph.runtime.store.inputs import Inputs
-from realgraph.runtime.wire.metrics import Max, Metric, merge
+from realgraph.runtime.wire.metrics import PEAK_BYTES, PREFETCHED_BYTES, Max, Metric, merge
 from realgraph.runtime.wire.protocol import (
-    PEAK_BYTES,
-    PREFETCHED_BYTES,
     Abort,
     Configure,
     Done,

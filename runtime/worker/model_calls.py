@@ -20,8 +20,8 @@ from realgraph.runtime.job.job import Job
 from realgraph.runtime.store.assemble import Assembler, Values
 from realgraph.runtime.store.inputs import Inputs
 from realgraph.runtime.store.shares import Share
-from realgraph.runtime.wire.metrics import Mean, Metric
-from realgraph.runtime.wire.protocol import ArrivedBytes, Done, Execute
+from realgraph.runtime.wire.metrics import ArrivedBytes, Mean, Metric
+from realgraph.runtime.wire.protocol import Done, Execute
 from realgraph.runtime.worker.roles import Roles
 from realgraph.runtime.worker.samples import Lines
 

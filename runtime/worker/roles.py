@@ -43,7 +43,8 @@ from realgraph.runtime.train.errors import LostPart
 from realgraph.runtime.weights.handover import WeightHandover
 from realgraph.runtime.weights.movement import Between, Movement, role_path
 from realgraph.runtime.weights.served import ServedCall
-from realgraph.runtime.wire.protocol import ArrivedBytes, HeldBytes, Reallocate
+from realgraph.runtime.wire.metrics import ArrivedBytes, HeldBytes
+from realgraph.runtime.wire.protocol import Reallocate
 from realgraph.runtime.worker.engines import ENGINES, Replica, open_server
 
 Notify = Callable[[str], None]
