@@ -1,6 +1,5 @@
 """A generate call of one worker: prompts in, whole groups of samples out. Owns the groups in flight."""
 
-import hashlib
 import logging
 import time
 from collections import Counter
@@ -19,7 +18,7 @@ from realgraph.runtime.data.stops import Stops
 from realgraph.runtime.drawn.sharing import TokenSharing
 from realgraph.runtime.drawn.tokens import DrawnTokens, pack
 from realgraph.runtime.engine import Completion, Request, RolloutEngine
-from realgraph.runtime.job.sample_ids import group_of, place_of, sample_ids
+from realgraph.runtime.job.sample_ids import group_of, place_of, sample_ids, sample_seed
 from realgraph.runtime.store.assemble import Assembler
 from realgraph.runtime.wire.metrics import Mean
 from realgraph.runtime.wire.protocol import Generated, Sample
@@ -77,17 +76,6 @@ class Sampling:
             stop_strings=self.stops.strings,
             drawn=drawn,
         )
-
-
-def call_seed(seed: int, call: str) -> int:
-    """63 bits for a later generate call of a group, whose samples have the numbers of the first's."""
-    return sample_seed(seed, int.from_bytes(hashlib.blake2b(call.encode(), digest_size=8).digest(), "little"))
-
-
-def sample_seed(seed: int, sample: int) -> int:
-    """63 bits that depend on the run's seed and the sample alone, so that a resumed run draws the same tokens."""
-    digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass(frozen=True)

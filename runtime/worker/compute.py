@@ -19,10 +19,11 @@ from realgraph.planner.request.engine_support import run_support
 from realgraph.runtime.data.stops import stops_of
 from realgraph.runtime.drawn.sharing import TokenSharing
 from realgraph.runtime.functions.host import FunctionHost
-from realgraph.runtime.generate.rollouts import Peers, Rollouts, Sampling, StaleWeightsError, Texts, Writes, call_seed
+from realgraph.runtime.generate.rollouts import Peers, Rollouts, Sampling, StaleWeightsError, Texts, Writes
 from realgraph.runtime.job.engine_loss import shares_tokens
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.run_folder import RunFolder
+from realgraph.runtime.job.sample_ids import call_seed
 from realgraph.runtime.job.samples import keeps_samples
 from realgraph.runtime.store.assemble import Assembler
 from realgraph.runtime.store.inputs import Inputs

@@ -13,8 +13,9 @@ from realgraph.graphs.spec import Function
 from realgraph.runtime.engine import Completion, Request
 from realgraph.runtime.functions.functions import Unit, keywords_of
 from realgraph.runtime.functions.host import FunctionHost
-from realgraph.runtime.generate.rollouts import Rollouts, StaleWeightsError, sample_seed
+from realgraph.runtime.generate.rollouts import Rollouts, StaleWeightsError
 from realgraph.runtime.job.job import EvalSpec, Job
+from realgraph.runtime.job.sample_ids import sample_seed
 from realgraph.runtime.wire.metrics import Mean
 from realgraph.runtime.wire.protocol import Done, Evaluate
 from realgraph.runtime.worker.function_calls import FunctionFailed

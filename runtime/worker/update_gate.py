@@ -21,9 +21,10 @@ from realgraph.graphs.spec import Generate, Train
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.data.stops import Stops
 from realgraph.runtime.engine import TrainEngine
-from realgraph.runtime.generate.rollouts import Rollouts, sample_seed
+from realgraph.runtime.generate.rollouts import Rollouts
 from realgraph.runtime.job.engine_loss import expendable_workers
 from realgraph.runtime.job.job import Job
+from realgraph.runtime.job.sample_ids import sample_seed
 from realgraph.runtime.logprob_gap import EngineGap, check_engines, engine_name, logprob_limit, worst_of
 from realgraph.runtime.parallel.collectives.peers import naming
 from realgraph.runtime.parallel.collectives.rendezvous import CollectiveError
