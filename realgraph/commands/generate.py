@@ -45,7 +45,7 @@ def answers(folder: Path, prompts: Sequence[str], ask: SamplingRequest) -> list[
     from realgraph.runtime.data.tokenize import load_tokenizer, prompt_tokens
     from realgraph.runtime.engine import Request
     from realgraph.runtime.generate.continuous_batch import ContinuousBatch
-    from realgraph.runtime.generate.rollouts import sample_seed
+    from realgraph.runtime.job.sample_ids import sample_seed
     from realgraph.runtime.models.building import Start, build
     from realgraph.runtime.worker.resources import pick_device
 
