@@ -8,7 +8,7 @@ from typing import Literal
 from msgspec import Struct
 
 from realgraph.graphs.keys import REWARD_TYPE
-from realgraph.graphs.spec import Advantage, Function, ModelCall, Train
+from realgraph.graphs.spec import Advantage, Function, Inference, ModelCall, Train
 
 USERS_OWN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")  # module:function
 BUILTINS: dict[str, str] = {
@@ -63,10 +63,23 @@ def sample_filter(calls: Mapping[str, ModelCall]) -> str:
     return ""
 
 
+def scoring_call(calls: Mapping[str, ModelCall], asked: str) -> str:
+    """The call that scores held-out samples: as asked, else `reward`, or what writes an advantage's reward."""
+    if asked or "reward" in calls:
+        return asked or "reward"
+    rewards = [call.reads[0] for call in calls.values() if isinstance(call, Advantage) and call.reads]
+    writers = {
+        key: name for name, call in calls.items() if isinstance(call, Function | Inference) for key in call.writes
+    }
+    return next((writers[key] for key in rewards if key in writers), "reward")
+
+
 def judged_key(calls: Mapping[str, ModelCall], name: str) -> str:
-    """The key by which evaluations judge samples that the function `name` scores: the reward of an advantage, else the
-    first number a sample that it writes, but `keep`; '' where it writes none."""
+    """The key by which evaluations judge samples that `name` scores: what a model's head scores; of a function, the
+    reward of an advantage, else the first number a sample that it writes, but `keep`; '' where it writes none."""
     call = calls.get(name)
+    if isinstance(call, Inference):
+        return call.writes[0] if call.output == "scores" and call.writes else ""
     types = {key: text.split() for key, text in call.writes.items()} if isinstance(call, Function) else {}
     numbers = [key for key, words in types.items() if words in [["sample", dtype] for dtype in REWARD_TYPE.dtypes]]
     rewards = [other.reads[0] for other in calls.values() if isinstance(other, Advantage) and other.reads]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from realgraph.graphs.functions import KEEP, least_samples, sample_filter
+from realgraph.graphs.functions import KEEP, judged_key, least_samples, sample_filter
 from realgraph.graphs.graph import INPUT, Graph, Key
 from realgraph.graphs.keys import GENERATED, KeyType
 from realgraph.graphs.maths import CrossEntropy, Loss, PolicyGradient, Preference, Term
@@ -96,6 +96,7 @@ class Shape:
     late: Literal["", "sample", "group"] = ""  # grpo: a function over samples or groups that reads an inference call
     slow: float = 0.0  # share of the parts of a submission that take ten times as long to make
     eval_on: EvalOn | None = None  # where the plan allows it
+    scored_by: str = ""  # ppo: the call that scores held-out samples, "" for the default
     checkpoint_seconds: float = 0.0  # simulated; 0: by steps only
     oversample: float = 1.0  # where samples are generated and trained on
 
@@ -156,7 +157,8 @@ def graph_of(shape: Shape) -> Graph:
             2,
         )
     rows: list[Row] = [("rollout", Generate(generate, n=shape.n), ("prompt",), generated)]
-    rows.append(("reward", Function("score", timeout_seconds=5.0), ("text", "answer"), ("reward",)))
+    score = Function("score", writes={"reward": "sample float32"}, timeout_seconds=5.0)
+    rows.append(("reward", score, ("text", "answer"), ("reward",)))
     if shape.two_stage:
         rows.append(("bonus", Function("bonus"), ("reward", "text"), ("bonus",)))
         rows.append(("other", Function("other", over="group"), ("text",), ()))
@@ -177,8 +179,8 @@ def graph_of(shape: Shape) -> Graph:
     if shape.algorithm == "grpo":
         if shape.late:
             rows.append(("shape", Function("shape", over=shape.late), ("reward", "ref_logprobs"), ("shaped",)))
-        score = "shaped" if shape.late else "reward"
-        rows.append(("advantage", Advantage({}), (score, "tokens", "mask"), ("advantages",)))
+        reward = "shaped" if shape.late else "reward"
+        rows.append(("advantage", Advantage({}), (reward, "tokens", "mask"), ("advantages",)))
         rows.append(("train", train, (*behaviour, "advantages", "ref_logprobs"), ()))
         if shape.again:
             rows.append(("train_again", train, (*behaviour, "advantages"), ()))
@@ -186,7 +188,8 @@ def graph_of(shape: Shape) -> Graph:
     rows.append(("values", Inference("critic", "values", ("values",)), ("tokens",), ("values",)))
     rows.append(("scores", Inference("judge", "scores", ("score",)), ("tokens",), ("score",)))
     rows.append(("recompute", Inference("actor", "logprobs", ("logp",)), ("tokens",), ("logp",)))
-    rows.append(("shape", Function("shape"), ("reward", "score"), ("shaped",)))
+    shaped = Function("shape", writes={"shaped": "sample float32"})
+    rows.append(("shape", shaped, ("reward", "score"), ("shaped",)))
     rows.append(
         (
             "advantage",
@@ -246,7 +249,6 @@ def job_of(shape: Shape, plan: Plan | None = None, graph: Graph | None = None) -
     """The job of a shape, and of a graph that is not its algorithm's own."""
     graph = graph or graph_of(shape)
     plan = plan or plan_of(shape, graph)
-    on = None if shape.eval_on is None or eval_on_mistake(graph, plan, shape.eval_on) else shape.eval_on
     return Job(
         name="test",
         graph=graph,
@@ -261,10 +263,17 @@ def job_of(shape: Shape, plan: Plan | None = None, graph: Graph | None = None) -
         staleness=shape.staleness,
         overdue=shape.overdue,
         rollout=RolloutSpec(interrupt=shape.interrupt),
-        eval=EvalSpec(0 if on == "checkpoint" else shape.eval_every, on=on) if shape.eval_every else None,
+        eval=_eval_of(shape, graph, plan) if shape.eval_every else None,
         checkpoint=CheckpointSpec(shape.checkpoint_every, shape.checkpoint_seconds / 60),
         runtime=RuntimeSpec(min_deadline_seconds=1000.0),
     )
+
+
+def _eval_of(shape: Shape, graph: Graph, plan: Plan) -> EvalSpec:
+    scored_by = shape.scored_by if judged_key(graph.calls, shape.scored_by) else ""
+    able = not scored_by and shape.eval_on is not None and not eval_on_mistake(graph, plan, shape.eval_on)
+    on = shape.eval_on if able else None
+    return EvalSpec(0 if on == "checkpoint" else shape.eval_every, n=shape.minibatches, call=scored_by, on=on)
 
 
 ALGORITHMS = ["grpo", "ppo", "sft", "dpo", "generate", "distill", "twin"]
@@ -299,6 +308,7 @@ def random_shape(rng: random.Random) -> Shape:
         oversample=rng.choice([1.0, 1.0, 1.25, 2.0]),
         varied=rng.random() < 0.5,
         least=rng.choice([None, 1, 2]),
+        scored_by=rng.choice(["", "", "scores", "shape"]),
     )
 
 

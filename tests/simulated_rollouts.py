@@ -10,10 +10,11 @@ import msgspec
 from realgraph.graphs.graph import INPUT
 from realgraph.graphs.spec import Inference, Train
 from realgraph.runtime.commands.actions import Event
+from realgraph.runtime.job.evaluations import scoring_of
 from realgraph.runtime.job.sample_ids import group_of, sample_ids
 from realgraph.runtime.scheduler.program import ranks_of
 from realgraph.runtime.wire.metrics import Mean
-from realgraph.runtime.wire.protocol import Execute, Generated, Load, Loaded, Sample, Submit
+from realgraph.runtime.wire.protocol import Evaluate, Execute, Generated, Load, Loaded, Sample, Submit
 from tests.shapes import Shape
 from tests.simulated_tasks import SimulatedTasks
 from tests.simulated_worker import Workers
@@ -35,7 +36,7 @@ class SimulatedRollouts(SimulatedTasks):
         self.oldest: dict[int, int] = {}  # group -> version of its oldest token
         self.maker: dict[int, int] = {}  # group -> the worker that makes it
         self.n_moved = 0  # groups that were begun again
-        self.judged: list[int] = []  # held-out samples of the evaluation in hand, by heads of train calls
+        self.judged: list[int] = []  # held-out samples of the evaluation in hand, by engines or heads of train calls
 
     # --- making -------------------------------------------------------------------------------------------------------
 
@@ -172,11 +173,46 @@ class SimulatedRollouts(SimulatedTasks):
         gone = self.left_out(group) if "keep" in self.graph.keys else ()
         return [sample for sample in sample_ids(group, self.graph.samples_per_group) if sample not in gone]
 
-    # --- evaluations by the loss --------------------------------------------------------------------------------------
+    # --- evaluations --------------------------------------------------------------------------------------------------
+
+    def evaluate_part(self, number: int, command: Evaluate) -> float:
+        """Draw or judge held-out samples, where other calls work on them in between. Returns the seconds."""
+        named = {sample for source in command.sources for sample in source.samples}
+        if command.part == "judge":
+            for source in command.sources:
+                self.contract.check_source("", source)
+            assert named <= {sample for samples in self.workers[number].store.values() for sample in samples}
+            self.judged += sorted(named)
+            reward = {"reward": Mean(float(len(named)), float(len(named)))} if named else {}
+            return self.answer(number, command.task, "evaluate", None, reward)
+        if command.sources:
+            assert self.contract.held_version(number, command.call) >= command.version
+            self.contract.check_sources(command.call, command.sources, named)
+            groups = [group for group in {group_of(one) for one in named} if not self._too_long(group, command.call)]
+            name, samples = command.call, [one for one in sorted(named) if group_of(one) in groups]
+        else:
+            self.contract.check_evaluate(number, command)
+            assert self.job.eval is not None
+            groups = [-1 - row for row in command.rows if not self._too_long(-1 - row)]
+            name, samples = self.contract.generate, [s for g in groups for s in sample_ids(g, self.job.eval.n)]
+        if name != self.contract.generate and self.graph.keys[f"{name}.text"].type.level == "group":
+            samples = [sample_ids(group, 1)[0] for group in groups]
+
+        def made() -> None:
+            inputs = [key.name for key in self.graph.inputs] if name == self.contract.generate else []
+            for key in (*inputs, *self.graph.writes[name]):
+                self.workers[number].store[key].update(samples)
+
+        loaded = tuple(Sample(sample, self.shape.length(sample)) for sample in samples)
+        return self.answer(number, command.task, "evaluate", made, loaded=loaded)
+
+    def _too_long(self, group: int, call: str = "") -> bool:
+        """True where a held-out prompt is left out."""
+        return self.shape.lot(group, f"skip{call}") < 0.05
 
     def load_held_out(self, number: int, command: Load) -> None:
         """Rows that are too long are left out."""
-        good = [group for group in command.groups if self.shape.lot(group, "skip") >= 0.05]
+        good = [group for group in command.groups if not self._too_long(group)]
         samples = [sample for group in good for sample in sample_ids(group, self.graph.samples_per_group)]
         assert command.task is not None
 
@@ -213,11 +249,18 @@ class SimulatedRollouts(SimulatedTasks):
         self.answer(number, command.task, "evaluate", ended, metrics, left_out, command.step)
 
     def check_evaluated(self) -> None:
-        """An evaluation by the loss has had each row once in every train call, and nothing is left of it."""
+        """An evaluation has had each row once in every train call, or judged each sample once, and nothing is left."""
         assert not any(group < 0 for worker in self.workers.values() for group in worker.groups())
+        good = [-1 - row for row in range(N_EVAL_ROWS) if not self._too_long(-1 - row)]
         if self.contract.generate:
+            assert self.job.eval is not None
+            scoring = scoring_of(self.graph, self.job.eval.call)
+            later = [name for name in scoring.on_devices if name in self.graph.generates]
+            left = [group for group in good if not any(self._too_long(group, name) for name in later)]
+            samples = [sample for group in left for sample in sample_ids(group, self.job.eval.n)]
+            assert sorted(self.judged) == sorted(samples if scoring.gathered else [])
+            self.judged.clear()
             return
-        good = [-1 - row for row in range(N_EVAL_ROWS) if self.shape.lot(-1 - row, "skip") >= 0.05]
         rows = [sample for group in good for sample in self.left(group)]
         n_trains = sum(isinstance(call, Train) for call in self.graph.calls.values())
         assert sorted(self.judged) == sorted(rows * n_trains)

@@ -203,6 +203,11 @@ class Simulator(SimulatedRollouts):
                 assert not self.holding, "a checkpoint while a call runs"
                 self.n_saved_busy += any(other.making for other in self.workers.values())
                 self.answer(number, command.task, "", None)
+            case Evaluate(part="draw" | "judge"):
+                assert command.step == self.step, "an evaluation inside a step"
+                self.hold(number, command.task)
+                self.n_evaluated_busy += bool(worker.making)
+                self.stand_still(number, self.evaluate_part(number, command))
             case Evaluate(beside=True):
                 self.contract.check_evaluate(number, command)
                 assert command.version == command.step * self.trains_of_generator

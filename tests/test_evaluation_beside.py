@@ -25,7 +25,7 @@ def shape_of(rng: random.Random, mode: Mode) -> Shape:
     shape = random_shape(rng)
     shape.algorithm, shape.n_workers, shape.split, shape.tp = rng.choice(["grpo", "ppo"]), 6, True, 1
     shape.staleness, shape.spare, shape.steps = rng.choice([1, 2, 4]), 0, rng.choice([4, 6])
-    shape.eval_every, shape.eval_on = rng.choice([1, 2]), mode
+    shape.eval_every, shape.eval_on, shape.scored_by = rng.choice([1, 2]), mode, ""
     shape.interrupt = rng.choice(["recompute", "keep_kv", "wait"])
     if mode == "checkpoint":
         shape.checkpoint_every = rng.choice([1, 2])

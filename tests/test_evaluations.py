@@ -53,7 +53,7 @@ def score(text: str, odd: float) -> dict:
             ["calls.reward={fn: 'my_rewards:ranked', over: group, reads: [size], args: null}", SIZE],
             "$.eval.call",
             "'reward' works over a group",
-            "name a function that can: size",
+            "name a call that can: size",
         ),
         (
             ["calls.reward={fn: 'my_rewards:seen', reads: [tokens], args: null}"],
@@ -68,9 +68,9 @@ def score(text: str, odd: float) -> dict:
             ],
             "$.eval.call",
             "'words' writes no number a sample",
-            "name a function that can: reward",
+            "name a call that can: reward",
         ),
-        (["eval.call=advantage"], "$.eval.call", "'advantage' is not a function call", "can: reward"),
+        (["eval.call=advantage"], "$.eval.call", "'advantage' is no function and no inference", "can: reward"),
     ],
 )
 def test_what_can_not_score_is_refused_before_a_run(
@@ -92,8 +92,8 @@ def test_a_function_that_is_switched_off_scores_nothing(place: Path) -> None:
         .replace('  reward: {fn: "my_rewards:score", args: {strict: true}}\n', "")
         + EVAL
     )
-    (problem,) = [one for one in refused(place) if one.where.path.startswith("$.eval")]
-    assert "'reward' is not a function call of the graph" in problem.text
+    (problem,) = [one for one in refused(place, "eval.call=reward") if one.where.path.startswith("$.eval")]
+    assert "'reward' is no call of the graph" in problem.text and "score" in problem.hint
 
 
 def test_a_graph_that_neither_generates_nor_trains_is_not_evaluated(place: Path) -> None:

@@ -15,6 +15,10 @@ GREEDY = "calls.greedy={kind: generate, model: actor, temperature: 0}"
 SEVERAL = [GREEDY, "calls.reward.reads={text: rollout.text, answer: answer}", "calls.train.samples=rollout"]
 LOSSES = ["rollout.min_engines=2", "rollout.replacements=1"]
 SFT = ["graph=sft", "calls=null", "data.columns={prompt: question, response: answer}", "params=null"]
+RATED = [
+    "models.rm={path: model, head: score}",
+    "calls.rated={kind: inference, model: rm, output: scores, writes: [it]}",
+]
 CASES: dict[str, tuple[list[str], list[str]]] = {
     "nothing": (["staleness=1", "overdue=drop", "rollout.interrupt=wait", *LOSSES], []),
     "engines may be lost": (["staleness=1", *LOSSES], []),
@@ -38,6 +42,10 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "an evaluation by the loss": (
         [*SFT, "eval={every: 2, n: 2, k: [1, 2], call: score, data: {path: openai/gsm8k}}"],
         ["$.eval.call", "$.eval.k", "$.eval.n"],
+    ),
+    "scores of which none is right": (
+        [*RATED, "eval={every: 2, n: 2, temperature: 1, k: [1, 2], call: rated, data: {path: openai/gsm8k}}"],
+        ["$.eval.k"],
     ),
     "weights that nobody gets": (
         [*SFT, "runtime.verify_weights=1", "runtime.max_logprob_gap=0.1"],

@@ -4,9 +4,19 @@ from collections.abc import Iterator
 
 from realgraph.graphs.check.switch import switch_off
 from realgraph.graphs.errors import suggest
-from realgraph.graphs.functions import judged_key
-from realgraph.graphs.keys import EVALUATED
-from realgraph.graphs.spec import Function, GraphSpec, Train, generate_calls, leading_call
+from realgraph.graphs.functions import judged_key, scoring_call
+from realgraph.graphs.infer import call_reads, call_writes, is_own
+from realgraph.graphs.keys import EVALUATED, GENERATED, ROUTES, own_tokens
+from realgraph.graphs.spec import (
+    Function,
+    Generate,
+    GraphSpec,
+    Inference,
+    ModelCall,
+    Train,
+    generated_key,
+    leading_call,
+)
 from realgraph.run_file.rollout_checks import Mistake
 from realgraph.run_file.run_spec import RunSpec
 from realgraph.runtime.data.row_files import lacks_split
@@ -56,44 +66,72 @@ def _unsaved(run: RunSpec, spec: EvalSpec) -> Iterator[Mistake]:
 
 
 def scoring_mistakes(spec: EvalSpec, graph: GraphSpec) -> Iterator[Mistake]:
-    """An evaluation scores samples of the leading call, each for itself, by a function and those that it reads of. One
-    of a graph that generates nothing is of the loss."""
+    """An evaluation scores samples of the leading call, each for itself, by a function or by a model's scores, after
+    the calls that these read of. One of a graph that generates nothing is of the loss."""
     live, _ = switch_off(graph)
     if not leading_call(live):
         if not any(isinstance(call, Train) for call in live.calls.values()):
             yield "$.eval", "the graph neither generates nor trains, so there is nothing to evaluate", "leave eval out"
         return
-    given = _given(live)
-    able = [name for name in live.calls if not any(_unable(name, live, given))]
-    for text in _unable(spec.call, live, given):
-        hint = f"name a function that can: {', '.join(able)}" if able else "leave eval out, or add a function that can"
-        yield "$.eval.call", text, suggest(spec.call, able) if able and spec.call not in live.calls else hint
+    name, known = scoring_call(live.calls, spec.call), _Known(live)
+    able = [one for one in live.calls if not any(_unable(one, live, known))]
+    for text in _unable(name, live, known):
+        hint = f"name a call that can: {', '.join(able)}" if able else "leave eval out, or add a function that can"
+        yield "$.eval.call", text, suggest(name, able) if able and name not in live.calls else hint
+    if spec.on is not None and name in known.by_models:
+        text = f"{name!r} scores by what models compute, on devices where the run would go on meanwhile"
+        functions = [one for one in able if one not in known.by_models]
+        others = f", or name a function of the text alone as eval.call: {', '.join(functions)}" if functions else ""
+        yield "$.eval.on", text, f"leave eval.on out{others}"
 
 
-def _given(live: GraphSpec) -> set[str]:
-    """The keys that an evaluation has of a sample: inputs, what it generates, and what functions make of these."""
-    several, leading = len(generate_calls(live)) > 1, leading_call(live)
-    given = {f"{leading}.{key}" if several else key for key in EVALUATED} | live.inputs.keys()
-    functions = [call for call in live.calls.values() if isinstance(call, Function) and call.over == "sample"]
-    while more := [call for call in functions if given.issuperset(call.keywords.values())]:
-        given |= {key for call in more for key in call.writes}
-        functions = [call for call in functions if call not in more]
-    return given
+class _Known:
+    """The keys that there are of a held-out sample, for functions and for models; by_models: calls that models make, or
+    that read what these make."""
+
+    def __init__(self, live: GraphSpec) -> None:
+        leading = leading_call(live)
+        own = {own_tokens(call.model) for call in live.calls.values() if is_own(call)}
+        self.functions = {generated_key(live, leading, key) for key in EVALUATED} | live.inputs.keys()
+        self.models = self.functions | own | {generated_key(live, leading, key) for key in (*GENERATED, ROUTES)}
+        self.by_models = set[str]()
+        made, left = set[str](), [name for name, call in live.calls.items() if name != leading and _scores(call)]
+        while more := [name for name in left if self.missing(name, live) is None]:
+            for name in more:
+                call, keys = live.calls[name], {write.key for write in call_writes(name, live)}
+                if not isinstance(call, Function) or made & _read(name, live):
+                    self.by_models.add(name)
+                    made |= keys
+                self.models |= keys
+                told = {generated_key(live, name, key) for key in EVALUATED} if isinstance(call, Generate) else keys
+                self.functions |= told
+            left = [name for name in left if name not in more]
+
+    def missing(self, name: str, live: GraphSpec) -> str | None:
+        """A key that a call reads and that there is not; None where it has all."""
+        known = self.functions if isinstance(live.calls[name], Function) else self.models
+        return next((key for key in sorted(_read(name, live)) if key not in known), None)
 
 
-def _unable(name: str, live: GraphSpec, given: set[str]) -> Iterator[str]:
-    """The reasons why the call `name` can't score held-out samples, of which there are the keys `given`."""
-    call, leading = live.calls.get(name), leading_call(live)
-    if not isinstance(call, Function):
-        yield f"{name!r} is not a function call of the graph, so it can't score samples"
+def _read(name: str, live: GraphSpec) -> set[str]:
+    return {read.key for read in call_reads(name, live)}
+
+
+def _scores(call: ModelCall) -> bool:
+    """True of calls that need no whole batch, and change no weights."""
+    return isinstance(call, Inference | Generate) or (isinstance(call, Function) and call.over == "sample")
+
+
+def _unable(name: str, live: GraphSpec, known: _Known) -> Iterator[str]:
+    """The reasons why the call `name` can't score held-out samples."""
+    call = live.calls.get(name)
+    if not isinstance(call, Function | Inference):
+        what = "no function and no inference of the graph" if call is not None else "no call of the graph"
+        yield f"{name!r} is {what}, so it can't score samples"
         return
-    if call.over != "sample":
+    if isinstance(call, Function) and call.over != "sample":
         yield f"{name!r} works over a {call.over}, but an evaluation scores each sample for itself"
-    for key in call.keywords.values():
-        maker = key.partition(".")[0]
-        if maker != key and maker in live.calls and maker != leading:
-            yield f"{name!r} reads {key!r}, but an evaluation generates by {leading!r} alone"
-        elif key not in given:
-            yield f"{name!r} reads {key!r}, but an evaluation has {', '.join(sorted(given))} alone"
+    if (key := known.missing(name, live)) is not None:
+        yield f"{name!r} reads {key!r}, but an evaluation has {', '.join(sorted(known.functions))} alone"
     if not judged_key(live.calls, name):
         yield f"{name!r} writes no number a sample to judge it by"

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from realgraph.graphs.functions import scoring_call
 from realgraph.graphs.graph import Graph
-from realgraph.graphs.spec import Function, Train, role_of
+from realgraph.graphs.spec import Function, Inference, Train, role_of
 from realgraph.graphs.yaml.document import Document
 from realgraph.graphs.yaml.load import Resolved
 from realgraph.graphs.yaml.merge import walk
@@ -104,6 +105,11 @@ def _evaluation(run: RunSpec, graph: Graph) -> Iterator[Mistake]:
     if run.eval is not None and not graph.generates:
         for name in changed_fields(run.eval, EvalSpec(), OF_SAMPLES):
             yield f"$.eval.{name}", "no call generates, so that evaluations are of the loss", "leave it out"
+    if run.eval is not None and graph.generates and run.eval.threshold is None and run.eval.k != EvalSpec().k:
+        name = scoring_call(graph.calls, run.eval.call)
+        if isinstance(graph.calls[name], Inference):
+            text = f"no score of {name!r} is right by itself, so that pass@k is not known"
+            yield "$.eval.k", text, "set eval.threshold to the least score that is right, or leave it out"
 
 
 def _data(run: RunSpec) -> Iterator[Mistake]:

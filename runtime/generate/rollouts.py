@@ -174,6 +174,22 @@ class Rollouts:
                 done += self.engine.take(TAKE_SECONDS)
         return done
 
+    def store(
+        self,
+        prompts: Mapping[int, Sequence[int]],
+        done: Sequence[Completion],
+        asked: Mapping[int, PromptConversation] | None = None,
+    ) -> tuple[Sample, ...]:
+        """Put samples that `complete` has made into the store as those of groups are. prompts: of each sample; `asked`:
+        of groups, for other tokenizers."""
+        groups = {group_of(one.id): _Group(group_of(one.id), prompts, time.time()) for one in done}
+        for one in done:
+            groups[group_of(one.id)].completions[one.id] = one
+        for number, group in groups.items():
+            group.asked = (asked or {}).get(number)
+        self._store([*groups.values()])
+        return tuple([sample for group in groups.values() for sample in group.samples.values()])
+
     def submit_beside(self, requests: Sequence[Request]) -> None:
         """Queue other requests beside those of groups, with ids below 0: `take_beside` has them when all have ended."""
         assert not self._n_beside, "others are under way"

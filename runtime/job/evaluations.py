@@ -1,11 +1,51 @@
-"""The engines that a plan must have for evaluations that the run does not wait for (`eval.on`)."""
+"""Evaluations: the calls that score held-out samples, and the engines that a plan must have for those that the run does
+not wait for (`eval.on`)."""
 
-from realgraph.graphs.graph import Graph
-from realgraph.graphs.spec import Train
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from realgraph.graphs.functions import judged_key, scoring_call
+from realgraph.graphs.graph import INPUT, Graph
+from realgraph.graphs.spec import Generate, Inference, Train
 from realgraph.planner.plan.axes import session_groups
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.plan.residency import dropped_copies, shares_trained_copy
 from realgraph.runtime.job.job import EvalOn
+
+
+class Scoring(Struct, frozen=True):
+    """The scoring of held-out samples. Calls that models compute, and functions that these read of, run as those of a
+    batch do: `on_devices`. The other functions run where the samples were drawn: `beside`. Both in order."""
+
+    call: str
+    key: str  # that samples are judged by
+    on_devices: tuple[str, ...]
+    beside: tuple[str, ...]
+    gathered: tuple[str, ...]  # the keys that the former write and the latter read, or that samples are judged by
+
+
+def scoring_of(graph: Graph, asked: str) -> Scoring:
+    """That by the call `asked`, '' for the default; of a graph that generates and was checked."""
+    name = scoring_call(graph.calls, asked)
+    chain = _with_makers(graph, [name])
+    on_devices = _with_makers(graph, [one for one in chain if isinstance(graph.calls[one], Inference | Generate)])
+    beside = tuple([one for one in chain if one not in on_devices])
+    key = judged_key(graph.calls, name)
+    read = dict.fromkeys([*(key for one in beside for key in graph.reads[one]), key])
+    return Scoring(
+        name, key, on_devices, beside, tuple([key for key in read if graph.keys[key].producer in on_devices])
+    )
+
+
+def _with_makers(graph: Graph, names: Iterable[str]) -> tuple[str, ...]:
+    """Calls after those whose keys they read, and so on, without the one that makes the samples."""
+    known, wanted = {INPUT, *graph.generates[:1]}, list(names)
+    found = set[str]()
+    while wanted:
+        found.add(name := wanted.pop())
+        wanted += [maker for maker in graph.producers(name) if maker not in known | found]
+    return tuple([name for name in graph.calls if name in found])
 
 
 def eval_on_mistake(graph: Graph, plan: Plan, on: EvalOn) -> tuple[str, str] | None:

@@ -7,7 +7,7 @@ from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from realgraph.graphs.graph import Graph
-from realgraph.graphs.spec import Generate
+from realgraph.graphs.spec import MOST_SAMPLES, Generate
 from realgraph.planner.costs.memory.margin import MemorySpec
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.plan.axes import head_worker
@@ -70,10 +70,11 @@ EvalOn = Literal["engine", "interleaved", "checkpoint"]
 
 
 class EvalSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """Held-out evaluation every `every` steps: the reward function over n samples a prompt; best checkpoint kept. Of a
-    graph that generates nothing: the loss of the held-out rows, and what it measures.
+    """Held-out evaluation every `every` steps: n samples a prompt, scored as the graph scores them; best checkpoint
+    kept. Of a graph that generates nothing: the loss of the held-out rows, and what it measures.
 
     Samples are judged by what an advantage takes for the reward of all that `call` writes, else by its first number.
+    `call` is a function over samples, or a model's scores; calls that it reads of, models' too, come before it.
     `on`: of asynchronous runs, whose training and generation go on meanwhile: `engine`: the last data-parallel replica
     of the call that generates evaluates, and keeps its weights until then; `interleaved`: all do, beside the groups
     that they are making. By default all of the run stands still. `checkpoint`: that replica evaluates each checkpoint
@@ -82,12 +83,13 @@ class EvalSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
     every: Annotated[int, Meta(ge=0)] = 0  # 0: only `realgraph eval`
     data: DataSpec | None = None  # default: the training data's `test` split; what it leaves out is as in `data`
-    n: Count = 1  # samples a prompt
+    n: Annotated[int, Meta(ge=1, le=MOST_SAMPLES)] = 1  # samples a prompt
     temperature: Annotated[float, Meta(ge=0)] = 0.0  # 0 is greedy; of the whole vocabulary, without top_p and top_k
     k: tuple[Count, ...] = (1,)  # pass@k, unbiased (arXiv:2107.03374, eq. 1)
-    threshold: float = 0.5  # a sample with at least this reward is right
+    # a sample with at least this reward is right; default: 0.5 of a function's, none of a model's scores
+    threshold: float | None = None
     limit: Count | None = None  # first rows only
-    call: str = "reward"  # the function call that scores
+    call: str = ""  # the call that scores; default: reward, else what writes an advantage's reward
     at_start: bool = True  # also before the first step
     on: EvalOn | None = None  # engines that evaluate while an asynchronous run goes on; default: it waits
 

@@ -11,11 +11,12 @@ from realgraph.runtime.commands.tasks import Task
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.devices import Devices
 from realgraph.runtime.scheduler.held_out import HeldOutLoss
+from realgraph.runtime.scheduler.held_out_samples import HeldOutSamples
 from realgraph.runtime.scheduler.program import Program
 from realgraph.runtime.scheduler.step_boundary import BoundaryWork, StepBoundary
 from realgraph.runtime.scheduler.steps import OpenSteps
 from realgraph.runtime.wire.metrics import Metric
-from realgraph.runtime.wire.protocol import Evaluate, Save
+from realgraph.runtime.wire.protocol import Save
 
 PARTIAL = ".partial"  # end of the name of a checkpoint's folder until it is whole
 LEAST_ENGINES = 2  # of which one can be set aside
@@ -26,7 +27,9 @@ class BoundaryRunner:
 
     def __init__(self, job: Job, program: Program, boundary: StepBoundary, steps: OpenSteps, devices: Devices) -> None:
         self._job, self._program, self._boundary, self._steps, self._devices = job, program, boundary, steps, devices
-        self.held_out = HeldOutLoss(job, program, steps, devices)
+        self._samples = HeldOutSamples(job, program, steps, devices)
+        # the evaluation whose parts go one by one
+        self.held_out = self._samples if program.generate else HeldOutLoss(job, program, steps, devices)
         self.task: int | None = None  # its number
         self.beside: int | None = None  # the number of an evaluation that the run goes on beside
         self.spoiled = False  # one of the engines of the evaluation in hand is gone: it is made again
@@ -38,14 +41,30 @@ class BoundaryRunner:
             return None
         if work.kind == "save":
             return self._save(work, workers, now)
-        return self._evaluate(work, now) if self._program.generate else self._evaluate_loss(work, now)
+        return self._evaluate_in_parts(work, now) if self._in_parts else self._evaluate(work, now)
 
-    def _evaluate_loss(self, work: BoundaryWork, now: float) -> list[Action] | None:
-        """Start the next part of an evaluation by the loss, on devices where nothing runs."""
+    @property
+    def _in_parts(self) -> bool:
+        """True where evaluations are by the loss, or models score samples."""
+        return not self._program.generate or self._program.judging.call is not None
+
+    @property
+    def holds_samples(self) -> bool:
+        """True where workers hold samples of the evaluation in hand."""
+        return self._samples.in_hand
+
+    @property
+    def draws_samples(self) -> bool:
+        """True where engines draw samples of which any of them may be asked later."""
+        return self._in_parts and self.task is not None and self._boundary.queue[0].kind == "evaluate"
+
+    def _evaluate_in_parts(self, work: BoundaryWork, now: float) -> list[Action] | None:
+        """Start the next part of an evaluation, on devices where nothing runs."""
         turns = self._devices.turns
-        if not turns.idle(turns.lanes):
+        started = self.held_out.start(work.step, self._boundary.n_eval_rows, now) if turns.idle(turns.lanes) else None
+        if started is None:
             return None
-        task, actions = self.held_out.start(work.step, self._boundary.n_eval_rows, now)
+        task, actions = started
         if task is not None:
             self.task = task.number
             turns.hold(turns.lanes, task.number)
@@ -55,21 +74,20 @@ class BoundaryRunner:
         """An evaluation has ended on all its workers."""
         self._devices.turns.release(task.number)
         if self.spoiled:
-            self._again(task)
-            return []
-        if not self._program.generate:
+            return self._again(task)
+        if self._in_parts:
             return self._part_ended(task)
         beside = task.number == self.beside
         ended = self._judged(task, task.tally.metrics.get(task.call, {}), beside=beside)
         return [ended] if beside else [ended, *self._devices.release_generator()]
 
     def _part_ended(self, task: Task) -> list[Action]:
-        """A part of an evaluation by the loss has ended, perhaps the last one."""
-        drops, metrics = self.held_out.ended(task, self._boundary.n_eval_rows)
+        """A part of an evaluation has ended, perhaps the last one."""
+        actions, metrics = self.held_out.ended(task, self._boundary.n_eval_rows)
         if metrics is None:
             self.task = None
-            return drops
-        return [*drops, self._judged(task, metrics)]
+            return actions
+        return [*actions, self._judged(task, metrics)]
 
     def _judged(self, task: Task, metrics: dict[str, Metric], *, beside: bool = False) -> EvalEnded:
         """The evaluation in hand has ended with these metrics."""
@@ -82,7 +100,7 @@ class BoundaryRunner:
         self._done(task)
         self._boundary.was_saved(task.step, now)
 
-    def _again(self, task: Task) -> None:
+    def _again(self, task: Task) -> list[Action]:
         """Begin an evaluation anew that has lost an engine, now that what is left of it has ended."""
         self.spoiled = False
         if task.number == self.beside:
@@ -90,6 +108,7 @@ class BoundaryRunner:
             self._devices.engines.keep(())
         else:
             self.task = None
+        return self._samples.forget(task)
 
     def _done(self, task: Task) -> None:
         """The work in hand has ended, or an evaluation that the run has gone on beside."""
@@ -119,9 +138,10 @@ class BoundaryRunner:
             return self._devices.reallocate(name, now)
         if not turns.idle(turns.of(name)):
             return None
-        self.task, sends = self._send(work, self._devices.engines.heads, now)
+        task, sends = self._samples.whole(work.step, self._boundary.n_eval_rows, self._devices.engines.heads, now)
+        self.task = task.number
         turns.hold(turns.of(name), self.task)
-        return [*sends]
+        return sends
 
     def evaluate_beside(self, now: float) -> list[Action] | None:
         """Start the evaluation that is due while the run goes on, once engines have the weights of its step, or newer
@@ -139,10 +159,11 @@ class BoundaryRunner:
             return None
         owners = self._devices.engines.heads
         owners = owners[-1:] if spec.on == "engine" else owners
-        self.beside, sends = self._send(BoundaryWork("evaluate", step), owners, now, beside=True)
+        task, sends = self._samples.whole(step, self._boundary.n_eval_rows, owners, now, beside=True)
+        self.beside = task.number
         self._boundary.evaluation = -1
-        self._devices.engines.keep([send.worker for send in sends])
-        return [*sends]
+        self._devices.engines.keep([*task.waiting])
+        return sends
 
     def _evaluate_saved(self, step: int, now: float) -> list[Action] | None:
         """Evaluate a checkpoint on the last engine: it gets no more groups and no weights, and begins once it has none
@@ -157,35 +178,11 @@ class BoundaryRunner:
         if not self._devices.may_load(engine, version):
             return None
         engines.load(engine, version, self._devices.generator_weights)
-        checkpoint = self.folder(step).removesuffix(PARTIAL)
-        work = BoundaryWork("evaluate", step)
-        self.beside, sends = self._send(work, (engine,), now, beside=True, checkpoint=checkpoint)
+        checkpoint, n_rows = self.folder(step).removesuffix(PARTIAL), self._boundary.n_eval_rows
+        task, sends = self._samples.whole(step, n_rows, (engine,), now, beside=True, checkpoint=checkpoint)
+        self.beside = task.number
         self._boundary.evaluation = -1
-        return [*sends]
-
-    def _send(
-        self,
-        work: BoundaryWork,
-        owners: Sequence[int],
-        now: float,
-        *,
-        beside: bool = False,
-        checkpoint: str = "",
-    ) -> tuple[int, list[Send]]:
-        """The task of an evaluation, and its commands to engines."""
-        spec, step, n_rows = self._job.eval, work.step, self._boundary.n_eval_rows
-        assert spec is not None
-        call = self._program.calls[self._program.generate]
-        task = self._steps.open("evaluate", "evaluate", step)
-        rows = {owner: tuple(range(i, n_rows, len(owners))) for i, owner in enumerate(owners)}
-        workers = [owner for owner in owners if rows[owner]]
-        n_samples = self._job.batch.groups * self._program.samples_per_group
-        # as long as the rollouts of so many steps, by fewer engines
-        steps = max(1.0, n_rows * spec.n / n_samples) * len(self._devices.engines.heads) / len(owners)
-        self._steps.fly(task, workers, now, steps * call.predicted_seconds)
-        version = self._devices.engines.version(workers[0], self._devices.generator_weights)
-        how = version, beside, checkpoint
-        return task.number, [Send(o, Evaluate(task.number, step, rows[o], *how)) for o in workers]
+        return sends
 
     def _save(self, work: BoundaryWork, workers: Sequence[int], now: float) -> list[Action] | None:
         if not self._devices.turns.idle(self._devices.turns.lanes):

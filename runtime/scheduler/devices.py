@@ -110,9 +110,10 @@ class Devices:
     @property
     def generator_weights(self) -> int:
         """The version of the weights that make the samples of groups; 0 where nothing does."""
-        return self._weights_of(self._program.generate)
+        return self.weights_of(self._program.generate)
 
-    def _weights_of(self, generate: str) -> int:
+    def weights_of(self, generate: str) -> int:
+        """The version of the weights of a generate call; 0 where they are frozen, or there is no such call."""
         call = self._program.calls.get(generate)
         return self.copies.get(call.name, self.versions.get(call.role, 0)) if call else 0
 
@@ -131,7 +132,7 @@ class Devices:
         """The version that admission counts where the samples of groups are made by `weights`: train steps behind the
         oldest weights that generate what is trained on. Frozen ones are as old as the step."""
         paced, generate = self._program.paced, self._program.generate
-        versions = [(name, weights if name == generate else self._weights_of(name)) for name in paced]
+        versions = [(name, weights if name == generate else self.weights_of(name)) for name in paced]
         steps = [version // self._program.trains_of(name) for name, version in versions]
         return min(steps, default=max(self._steps.completed, self.session or 0))
 
@@ -261,7 +262,7 @@ class Devices:
     def _tell_versions(self) -> None:
         """Later generate calls are asked for samples of the weights that they have now."""
         for name in self._collection.sessions:
-            self._collection.sessions[name] = self._weights_of(name)
+            self._collection.sessions[name] = self.weights_of(name)
 
     def _move_session(self, name: str, event: SessionEvent, step: int | None) -> None:
         """Take `event` in a session's life; `step`: the one it is open for from now on, None where it is closed."""
@@ -391,7 +392,7 @@ class Devices:
             if head.call in self._program.generates:
                 self._move_session(head.call, SessionEvent.TURN, head.step)
                 if head.call in self._program.later:
-                    actions += self._collection.open_session(head.call, self._weights_of(head.call), now)
+                    actions += self._collection.open_session(head.call, self.weights_of(head.call), now)
             else:
                 task, commands = self._steps.start(head.call, head.step, self.versions, now)
                 self.turns.hold(lanes, task.number)

@@ -94,9 +94,9 @@ class EngineLosses:
         return [worker for worker in engine if worker in self._all_heads]
 
     def survives(self, worker: int) -> bool:
-        """True where the run can go on without `worker`."""
+        """True where the run can go on without `worker`: not where it has samples that an evaluation scores."""
         engine = self._engine_of.get(worker, ())
-        enough = self.n_engines > self._min_engines
+        enough = self.n_engines > self._min_engines and not self._runner.holds_samples
         return bool(engine) and enough and all(self._steps.can_lose(one) for one in engine)
 
     def fatal(self, worker: int, reason: str) -> Failed:
@@ -119,6 +119,7 @@ class EngineLosses:
         engine = self._engine_of[worker]
         heads = self._heads(engine)
         self.gone.update(engine)
+        self._runner.spoiled |= self._runner.draws_samples
         ended = [task for one in engine for task in self._without(one)]
         for head in heads:
             self._devices.engines.lose(head)

@@ -1,5 +1,5 @@
-"""Evaluations by the loss, of graphs that generate nothing: held-out rows go through the graph's calls, as many at a
-time as groups of a step, and no weights change. Knows not when.
+"""Evaluations part by part: held-out rows go through calls of the graph, and no weights change. Those of graphs that
+generate nothing are by the loss, of as many rows at a time as groups of a step. Knows not when.
 """
 
 import math
@@ -27,8 +27,11 @@ from realgraph.runtime.wire.protocol import Drop, Load, Sample
 LOAD = ""  # the call of a task that loads rows
 
 
+Started = tuple[Task | None, list[Action]] | None  # a part and its commands; no task where weights are brought first
+
+
 class HeldOutImage(Struct, frozen=True):
-    """An evaluation by the loss as plain data."""
+    """An evaluation in parts as plain data."""
 
     next_row: int
     groups: tuple[GroupImage, ...]
@@ -37,16 +40,16 @@ class HeldOutImage(Struct, frozen=True):
     tally: int  # its number
 
 
-class HeldOutLoss:
-    """The evaluation in hand, if any. Its parts, the loading of rows and then each call on them, go one by one."""
+class HeldOutRows:
+    """The held-out rows in hand, if any, and the calls that work on them, one by one."""
 
-    def __init__(self, job: Job, program: Program, steps: OpenSteps, devices: Devices) -> None:
+    def __init__(self, job: Job, program: Program, steps: OpenSteps, devices: Devices, calls: Sequence[str]) -> None:
         self._job, self._program, self._steps, self._devices = job, program, steps, devices
-        self._calls = (*program.stream, *program.batched)  # all of them, in order: those first that leave samples out
+        self._calls = tuple(calls)
         self._begin()
 
     def _begin(self) -> None:
-        self._next_row = 0  # the first that is not loaded yet
+        self._next_row = 0  # the first that is not there yet
         self._groups: tuple[Group, ...] = ()  # the rows in hand
         self._ended = set[str]()  # calls that have worked on them
         self._tally = StepTally()
@@ -71,16 +74,48 @@ class HeldOutLoss:
         self._groups = tuple([Group.restored(group) for group in image.groups])
         self._batch = self._batched(image.owned)
 
-    def start(self, step: int, n_rows: int, now: float) -> tuple[Task | None, list[Action]]:
-        """The next part, where nothing runs: its task and commands; no task where weights are brought first."""
-        if not self._groups:
-            return self._load(step, n_rows, now)
-        name = next(name for name in self._calls if name not in self._ended)
+    @property
+    def _next(self) -> str:
+        """The call that is next; '' where all have ended, or no rows are left for them."""
+        return next((name for name in self._calls if name not in self._ended and self._batch.ids), "")
+
+    def _bring(self, name: str, now: float) -> Started:
+        """Bring weights that are behind."""
+        commands = self._devices.reallocate(name, now)
+        return None if commands is None else (None, commands)
+
+    def _run(self, name: str, step: int, now: float, batches: float = 1.0) -> Started:
+        """Start a call on the rows in hand. batches: as many samples as so many batches have."""
         if self._devices.behind(name):
-            return None, self._devices.reallocate(name, now) or []
+            return self._bring(name, now)
         call = replace(self._program.calls[name], minibatches=1, epochs=1)
+        call = replace(call, predicted_seconds=call.predicted_seconds * max(1.0, batches))
         task = self._steps.tasks.open("evaluate", name, step, self._tally)
         return task, self._steps.run(task, call, self._batch, self._devices.versions, now, held_out=True)
+
+    def _ran(self, task: Task) -> None:
+        """A call has ended."""
+        self._ended.add(task.call)
+        self._devices.dropped.update(self._program.calls[task.call].dropped)
+
+    def _drops(self, groups: Sequence[Group]) -> list[Action]:
+        """Have all workers forget these rows."""
+        numbers = tuple([group.id for group in groups])
+        workers = set(self._program.owner_workers).union(*(self._program.calls[name].workers for name in self._calls))
+        return [Send(worker, Drop(numbers)) for worker in sorted(workers)] if numbers else []
+
+
+class HeldOutLoss(HeldOutRows):
+    """The evaluation in hand, if any, of a graph that generates nothing. Its parts are the loading of rows, and then
+    each call on them."""
+
+    def __init__(self, job: Job, program: Program, steps: OpenSteps, devices: Devices) -> None:
+        # all calls, in order: those first that leave samples out
+        super().__init__(job, program, steps, devices, (*program.stream, *program.batched))
+
+    def start(self, step: int, n_rows: int, now: float) -> Started:
+        """The next part, where nothing runs; None where it can't begin now."""
+        return self._run(self._next, step, now) if self._groups else self._load(step, n_rows, now)
 
     def _load(self, step: int, n_rows: int, now: float) -> tuple[Task, list[Action]]:
         """Have the workers that load groups load the next rows."""
@@ -102,12 +137,11 @@ class HeldOutLoss:
             self._tally.n_skipped -= len(self._groups)
             self._batch = self._batched()
         else:
-            self._ended.add(task.call)
-            self._devices.dropped.update(self._program.calls[task.call].dropped)
+            self._ran(task)
             self._leave_out(task.left_out)
-        if self._batch.ids and len(self._ended) < len(self._calls):
+        if self._next:
             return [], None
-        drops = self._drops()
+        drops = self._drops(self._groups)
         self._groups, self._ended = (), set()
         if self._next_row < n_rows:
             return drops, None
@@ -129,12 +163,6 @@ class HeldOutLoss:
             group.left_out += left_out.get(group.id, ())
         if left_out:
             self._batch = self._batched()
-
-    def _drops(self) -> list[Action]:
-        """Have all workers forget the rows in hand."""
-        numbers = tuple([group.id for group in self._groups])
-        workers = set(self._program.owner_workers).union(*(self._program.calls[name].workers for name in self._calls))
-        return [Send(worker, Drop(numbers)) for worker in sorted(workers)] if numbers else []
 
     def _metrics(self, n_rows: int) -> dict[str, Metric]:
         """Metrics over all rows: of the first train call, and of others with their name before; `perplexity` where the

@@ -24,6 +24,7 @@ from realgraph.planner.plan.layout import Layout
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.plan.residency import dropped_copies, shares_devices, shares_trained_copy
 from realgraph.runtime.job.engine_loss import expendable_engines
+from realgraph.runtime.job.evaluations import scoring_of
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.sample_ids import sample_ids
 from realgraph.runtime.wire.protocol import Sample
@@ -62,6 +63,13 @@ class CallPlan(Struct, frozen=True):
     predicted_seconds: float = 0.0  # by the plan
 
 
+class Judging(Struct, frozen=True):
+    """The judging of held-out samples."""
+
+    after: tuple[str, ...] = ()  # calls that work on the samples first, in order
+    call: CallPlan | None = None  # reads what these have written; None where it reads nothing
+
+
 class Program(Struct, frozen=True):
     """All calls of a graph, sorted by how the Scheduler starts them."""
 
@@ -77,6 +85,7 @@ class Program(Struct, frozen=True):
     function_processes: int  # subprocesses of each owner
     slack_seconds: float  # that functions may be late: a process may be busy with a sample whose group is not whole
     n_own_keys: int = 0  # lengths of a sample by own tokenizers of other roles; those of later calls' samples follow
+    judging: Judging = Judging()  # of evaluations
     # Of `batched`: the calls that read what lies with the groups' owners, where these may be lost. No call of a step
     # starts before their workers have it.
     prefetched: tuple[str, ...] = ()
@@ -198,8 +207,18 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
         slack_seconds=job.runtime.min_deadline_seconds
         + max((calls[name].timeout_seconds for name in graph.sample_functions), default=0.0),
         n_own_keys=len(own_keys(graph)),
+        judging=_judging(job, kinds),
         prefetched=_prefetched(job, kinds),
     )
+
+
+def _judging(job: Job, kinds: Mapping[str, CallKind]) -> Judging:
+    """See `Program.judging`."""
+    if job.eval is None or not job.graph.generates:
+        return Judging()
+    scoring = scoring_of(job.graph, job.eval.call)
+    reads = _places_of(job.graph, kinds, scoring.gathered)
+    return Judging(scoring.on_devices, CallPlan(scoring.call, "late", "", reads, (), ()) if reads else None)
 
 
 def _prefetched(job: Job, kinds: Mapping[str, CallKind]) -> tuple[str, ...]:
@@ -270,13 +289,15 @@ def _kinds(graph: Graph) -> dict[str, CallKind]:
 
 
 def _reads(graph: Graph, kinds: Mapping[str, CallKind], name: str) -> dict[str, tuple[str, ...]]:
+    made_inside = [key for key in graph.reads[name] if key not in graph.keys or graph.keys[key].producer == name]
+    return _places_of(graph, kinds, [key for key in graph.reads[name] if key not in made_inside])
+
+
+def _places_of(graph: Graph, kinds: Mapping[str, CallKind], keys: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Keys by where they lie: see `CallPlan.reads`."""
     owners: dict[str, list[str]] = {}
-    for key in dict.fromkeys(graph.reads[name]):
-        if key not in graph.keys:
-            continue  # made inside the call itself
+    for key in dict.fromkeys(keys):
         producer = graph.keys[key].producer
-        if producer == name:
-            continue
         with_group = producer in (INPUT, *graph.generates[:1]) or _stays(kinds, kinds[producer])
         owners.setdefault(GROUP_OWNER if with_group else producer, []).append(key)
     return {owner: tuple(keys) for owner, keys in owners.items()}

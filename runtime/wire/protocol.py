@@ -170,6 +170,10 @@ class Evaluate(_Message, frozen=True):
     Groups that the worker is making stand still meanwhile and go on afterwards, with the tokens they have; beside: they
     go on all the time, and the worker takes other commands. checkpoint: its folder, which the weights are read from, by
     a worker that has no groups; '' for those that it has.
+
+    Where models score, it goes in parts. draw: samples of the generate call `call` are drawn and stored, in groups of
+    their own (`held_out_group`), and told in the answer; a later call finds its prompts in `sources`. judge: what other
+    calls have written about them lies in `sources`; those that it does not name are left out.
     """
 
     task: int
@@ -178,6 +182,9 @@ class Evaluate(_Message, frozen=True):
     version: int
     beside: bool = False
     checkpoint: str = ""
+    part: Literal["all", "draw", "judge"] = "all"
+    call: str = ""
+    sources: tuple[SampleSource, ...] = ()
 
 
 class Abort(_Message, frozen=True):

@@ -121,7 +121,7 @@ class Compute:
         if self._first is not None and self.functions.begins_early:
             self._first.ended = self.functions.begin
         self._gates = [UpdateGate(job, self.roles, self._rollouts, self.worker, name) for name in graph.generates]
-        self._evaluation = Evaluation(job, self._loading, self._first, host, resources)
+        self._evaluation = Evaluation(job, self._loading, self._rollouts, self._later, self._assembler, host, resources)
         if keeps_samples(graph) and job.steps > 0 and not job.rollout_alone:
             lines = self._lines(RunFolder(Path(job.run_dir)).samples)
             self._samples = SamplesFile(graph, resources.store, self._loading.decode, lines)

@@ -6,21 +6,23 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from realgraph.graphs.functions import judged_key
-from realgraph.graphs.graph import Graph
 from realgraph.graphs.keys import FINISHED, TEXT, is_prompt
-from realgraph.graphs.spec import Function
+from realgraph.graphs.spec import Function, Inference
 from realgraph.runtime.engine import Completion, Request
 from realgraph.runtime.functions.functions import Unit, keywords_of
 from realgraph.runtime.functions.host import FunctionHost
 from realgraph.runtime.generate.rollouts import Rollouts, StaleWeightsError
+from realgraph.runtime.job.evaluations import scoring_of
 from realgraph.runtime.job.job import EvalSpec, Job
-from realgraph.runtime.job.sample_ids import sample_seed
+from realgraph.runtime.job.sample_ids import call_seed, group_of, held_out_group, sample_id, sample_seed
+from realgraph.runtime.store.assemble import Assembler, Values, decode_value
 from realgraph.runtime.wire.metrics import Mean
-from realgraph.runtime.wire.protocol import Done, Evaluate
+from realgraph.runtime.wire.protocol import Done, Evaluate, Sample, Submit
 from realgraph.runtime.worker.function_calls import FunctionFailed
-from realgraph.runtime.worker.loading import Loading, Prompt
+from realgraph.runtime.worker.loading import LaterPrompts, Loading, Prompt
 from realgraph.runtime.worker.resources import Resources
+
+THRESHOLD = 0.5  # by default, of what functions score
 
 
 def pass_at_k(n: int, n_right: int, k: int) -> float:
@@ -33,22 +35,19 @@ def pass_at_k(n: int, n_right: int, k: int) -> float:
     return 1.0 - math.comb(n - n_right, k) / math.comb(n, k)
 
 
-def _scorers(graph: Graph, name: str) -> list[str]:
-    """The function `name` after those that write what it reads, and what these read."""
-    wanted, found = [name], list[str]()
-    while wanted:
-        found.append(wanted.pop())
-        makers = graph.producers(found[-1])
-        wanted += [one for one in makers if isinstance(graph.calls.get(one), Function) and one not in found]
-    return [one for one in graph.calls if one in found]
-
-
 class _OpenEvaluation(NamedTuple):
     """An evaluation whose samples are drawn."""
 
     command: Evaluate
     prompts: Sequence[Prompt]
     started: float
+
+
+class _Drawn(NamedTuple):
+    """Samples that lie in the store until they are judged."""
+
+    begun: _OpenEvaluation
+    completions: Sequence[Completion]
 
 
 class Evaluation:
@@ -58,22 +57,34 @@ class Evaluation:
         self,
         job: Job,
         loading: Loading,
-        rollouts: Rollouts | None,
+        rollouts: Mapping[str, Rollouts],
+        later: LaterPrompts,
+        assembler: Assembler,
         host: FunctionHost,
         resources: Resources,
     ) -> None:
-        self._job, self._loading, self._rollouts, self._host = job, loading, rollouts, host
-        self._resources, self._worker = resources, resources.worker
+        self._job, self._loading, self._host, self._later = job, loading, host, later
+        self._all, self._rollouts = rollouts, rollouts.get(next(iter(job.graph.generates), ""))
+        self._assembler, self._resources, self._worker = assembler, resources, resources.worker
+        scored = job.eval is not None and bool(job.graph.generates)
+        self._scoring = scoring_of(job.graph, job.eval.call) if scored and job.eval is not None else None
         self._open: _OpenEvaluation | None = None
+        self._drawn: _Drawn | None = None
 
     def run(self, command: Evaluate) -> Done:
-        """Samples, scores, and the sums of the metrics; groups that the engine is making wait meanwhile, and go on.
+        """Samples, scores, and the sums of the metrics, or one part of it; groups that the engine is making wait
+        meanwhile, and go on.
 
         Raises FunctionFailed where a sample can't be scored, StaleWeightsError for other weights than those asked for.
         """
+        if command.part == "judge":
+            return self._judge(command)
+        if command.sources:
+            return self._draw_later(command)
         begun = self._begun(command)
         assert self._rollouts is not None
-        return self._judged(begun, self._rollouts.complete(self._requests(begun)))
+        done = self._rollouts.complete(self._requests(begun))
+        return self._judged(begun, done) if command.part == "all" else self._stored(begun, done)
 
     def begin(self, command: Evaluate) -> None:
         """Have the engine draw the samples beside the groups that it is making, or under the weights of a checkpoint.
@@ -102,30 +113,78 @@ class Evaluation:
             raise StaleWeightsError("the evaluation", command.version, rollouts.engine.version)
         return _OpenEvaluation(command, self._loading.eval_prompts(command.rows), started)
 
+    def _samples(self, begun: _OpenEvaluation) -> list[int]:
+        """The number of every sample, those of a prompt side by side."""
+        n = self._job.eval.n if self._job.eval is not None else 0
+        return [sample_id(held_out_group(prompt.row), place) for prompt in begun.prompts for place in range(n)]
+
     def _requests(self, begun: _OpenEvaluation) -> list[Request]:
-        """One for each sample. ids: -1 - position, which is prompt x n + sample."""
+        """One for each sample."""
         spec, rollouts = self._job.eval, self._rollouts
         assert spec is not None and rollouts is not None
-        sampling = rollouts.sampling.at(spec.n, spec.temperature)
+        sampling, samples = rollouts.sampling.at(spec.n, spec.temperature), self._samples(begun)
+        drawn = [(prompt, index) for prompt in begun.prompts for index in range(spec.n)]
         return [
-            sampling.request(
-                -1 - position * spec.n - index,
-                prompt.tokens,
-                sample_seed(self._job.seed, -1 - prompt.row * spec.n - index),
-            )
-            for position, prompt in enumerate(begun.prompts)
-            for index in range(spec.n)
+            sampling.request(sample, prompt.tokens, sample_seed(self._job.seed, -1 - prompt.row * spec.n - index))
+            for sample, (prompt, index) in zip(samples, drawn, strict=True)
         ]
 
-    def _judged(self, begun: _OpenEvaluation, done: Sequence[Completion]) -> Done:
-        """Score the samples. Raises StaleWeightsError where other weights than those asked for have drawn some."""
+    # --- samples that models score ------------------------------------------------------------------------------------
+
+    def _stored(self, begun: _OpenEvaluation, done: Sequence[Completion]) -> Done:
+        """Put samples and what the data say of them into the store, for other calls."""
+        assert self._rollouts is not None
+        groups = [held_out_group(prompt.row) for prompt in begun.prompts]
+        for key in begun.prompts[0].values if begun.prompts else ():
+            self._assembler.put_values(key, groups, [prompt.values[key] for prompt in begun.prompts])
+        of_group = dict(zip(groups, begun.prompts, strict=True))
+        tokens = {one.id: of_group[group_of(one.id)].tokens for one in done}
+        asked = {group: prompt.asked for group, prompt in of_group.items() if prompt.asked is not None}
+        loaded = self._rollouts.store(tokens, done, asked)
+        self._drawn = _Drawn(begun, done)
+        return self._told(begun.command, begun.started, loaded)
+
+    def _draw_later(self, command: Evaluate) -> Done:
+        """Draw the samples of a later generate call, whose prompts others have written. Raises PromptError."""
+        started, rollouts = time.time(), self._all[command.call]
+        if rollouts.engine.version < command.version:
+            raise StaleWeightsError(repr(command.call), command.version, rollouts.engine.version)
+        groups = dict.fromkeys(group_of(sample) for source in command.sources for sample in source.samples)
+        asked = Submit(command.call, tuple(groups), command.version, command.sources)
+        written, _ = self._later.prompts(asked, rollouts)
+        prompts = {sample: tokens for own in written.values() for sample, tokens in own.items()}
+        seed = call_seed(self._job.seed, command.call)
+        requests = [rollouts.sampling.request(one, prompts[one], sample_seed(seed, one)) for one in prompts]
+        return self._told(command, started, rollouts.store(prompts, rollouts.complete(requests)))
+
+    def _told(self, command: Evaluate, started: float, loaded: tuple[Sample, ...]) -> Done:
+        return Done(self._worker, command.task, "evaluate", started=started, ended=time.time(), loaded=loaded)
+
+    def _judge(self, command: Evaluate) -> Done:
+        """Score the samples that were drawn, by what other calls have written about them."""
+        assert self._drawn is not None
+        begun, done = self._drawn
+        named = {sample for source in command.sources for sample in source.samples}
+        prompts = [prompt for prompt in begun.prompts if sample_id(held_out_group(prompt.row), 0) in named]
+        values = self._assembler.gather(command.sources, named)
+        self._drawn = None
+        return self._judged(
+            begun._replace(command=command, prompts=prompts), [one for one in done if one.id in named], values
+        )
+
+    # --- scores -------------------------------------------------------------------------------------------------------
+
+    def _judged(self, begun: _OpenEvaluation, done: Sequence[Completion], values: Values | None = None) -> Done:
+        """Score the samples. values: what was gathered of them. Raises StaleWeightsError where other weights than those
+        asked for have drawn some."""
         spec, command, prompts = self._job.eval, begun.command, begun.prompts
         assert spec is not None
         for other in {version for one in done for version in one.versions} - {command.version}:
             raise StaleWeightsError("the evaluation", command.version, other)
-        completions = {-1 - one.id: one for one in done}
+        by_sample = {one.id: one for one in done}
+        completions = {place: by_sample[sample] for place, sample in enumerate(self._samples(begun))}
         texts = {index: self._loading.decode(one.tokens) for index, one in completions.items()}
-        scores, failed = self._score(begun, spec, completions, texts)
+        scores, failed = self._score(begun, completions, texts, values or {})
         return Done(
             worker=self._worker,
             task=command.task,
@@ -137,24 +196,31 @@ class Evaluation:
         )
 
     def _score(
-        self, begun: _OpenEvaluation, spec: EvalSpec, completions: Mapping[int, Completion], texts: Mapping[int, str]
+        self,
+        begun: _OpenEvaluation,
+        completions: Mapping[int, Completion],
+        texts: Mapping[int, str],
+        values: Values,
     ) -> tuple[dict[int, float], dict[str, Mean]]:
-        """By the function of `eval.call`, after those whose keys it reads; and the share of samples of which one
+        """By the functions that run here, after what was gathered of other calls; and the share of samples of which one
         failed, where that may be."""
-        graph = self._job.graph
+        graph, scoring, spec = self._job.graph, self._scoring, self._job.eval
+        assert scoring is not None and spec is not None
         known: dict[int, dict[str, Any]] = {}
-        for index in sorted(completions):
-            made = {TEXT: texts[index], FINISHED: completions[index].finished}
+        for index, one in completions.items():
+            made = {TEXT: texts[index], FINISHED: one.finished}
             named = {f"{graph.leading}.{key}" if graph.leading else key: value for key, value in made.items()}
             known[index] = named | begun.prompts[index // spec.n].values
+            for key in scoring.gathered:
+                value = self._assembler.value(values, key, one.id)
+                known[index][key] = decode_value(value, graph.keys[key].type)
         failed, lenient = set[int](), False
-        for name in _scorers(graph, spec.call):
+        for name in scoring.beside:
             call = graph.calls[name]
             assert isinstance(call, Function), "the checks refuse others"
             failed |= self._run_function(name, call, known, beside=begun.command.beside)
             lenient |= call.on_error == "score"
-        judged = judged_key(graph.calls, spec.call)
-        scores = {index: float(values[judged]) for index, values in known.items()}
+        scores = {index: float(one[scoring.key]) for index, one in known.items()}
         return scores, {"failed": Mean(float(len(failed)), float(len(scores)))} if lenient and scores else {}
 
     def _run_function(
@@ -189,21 +255,29 @@ class Evaluation:
         skipped = {"skipped": Mean(float(n_rows - n_prompts), float(n_rows))}
         if not scores:
             return skipped
-        right = {index: score >= spec.threshold for index, score in scores.items()}
         n = float(len(scores))
         metrics = {
-            "accuracy": Mean(float(sum(right.values())), n),
             "reward": Mean(sum(scores.values()), n),
             "new_tokens": Mean(float(sum(len(done.tokens) for done in completions.values())), n),
             "finished": Mean(float(sum(done.finished for done in completions.values())), n),
             **skipped,
         }
+        threshold = self._threshold(spec)
+        if threshold is None:
+            return metrics
+        right = {index: score >= threshold for index, score in scores.items()}
+        metrics = {"accuracy": Mean(float(sum(right.values())), n), **metrics}
         if spec.n == 1:
             return metrics
         counts = [sum(right[position * spec.n + i] for i in range(spec.n)) for position in range(n_prompts)]
         for k in spec.k:
             metrics[f"pass@{k}"] = Mean(sum(pass_at_k(spec.n, count, k) for count in counts), float(n_prompts))
         return metrics
+
+    def _threshold(self, spec: EvalSpec) -> float | None:
+        """The least score of a sample that is right; None where none is."""
+        by_model = self._scoring is not None and isinstance(self._job.graph.calls[self._scoring.call], Inference)
+        return THRESHOLD if spec.threshold is None and not by_model else spec.threshold
 
     def _transcripts(
         self, spec: EvalSpec, prompts: Sequence[Prompt], texts: Mapping[int, str], scores: Mapping[int, float]

@@ -117,7 +117,7 @@ class FunctionCalls:
         """Every so many steps: some samples with their score, of a call that scores text. One of a group."""
         every = self._outputs.transcripts_every
         writes = self._graph.writes[command.call]
-        if not every or command.step % every or not writes:
+        if not every or command.step % every or not writes or command.held_out:
             return ()
         shown = []
         for unit, result in zip(units, results, strict=True):

@@ -29,6 +29,7 @@ class Prompt(Struct, frozen=True):
     row: int
     tokens: tuple[int, ...]
     values: dict[str, Any]
+    asked: PromptConversation | None = None  # for roles with tokenizers of their own
 
 
 def open_data(spec: DataSpec, job: Job, tokenizer: Tokenizer, *, held_out: bool = False) -> DataSet:
@@ -112,7 +113,8 @@ class Loading:
         for index in rows:
             row = self._eval.row(index)
             if isinstance(row, DataRow):
-                prompts.append(Prompt(index, tuple(row.group[self._prompt_key]), row.group))
+                asked = self._eval.asked(row, self._prompt_key) if self.own_tokens else None
+                prompts.append(Prompt(index, tuple(row.group[self._prompt_key]), row.group, asked))
         return prompts
 
     @property
