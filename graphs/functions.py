@@ -74,16 +74,16 @@ def scoring_call(calls: Mapping[str, ModelCall], asked: str) -> str:
     return next((writers[key] for key in rewards if key in writers), "reward")
 
 
-def judged_key(calls: Mapping[str, ModelCall], name: str) -> str:
-    """The key by which evaluations judge samples that `name` scores: what a model's head scores; of a function, the
-    reward of an advantage, else the first number a sample that it writes, but `keep`; '' where it writes none."""
+def judging_keys(calls: Mapping[str, ModelCall], name: str) -> tuple[str, ...]:
+    """The keys by which evaluations can judge samples that `name` scores, the default first: what a model's head
+    scores; of a function the numbers a sample that it writes, but `keep`, an advantage's reward before others."""
     call = calls.get(name)
     if isinstance(call, Inference):
-        return call.writes[0] if call.output == "scores" and call.writes else ""
+        return call.writes if call.output == "scores" else ()
     types = {key: text.split() for key, text in call.writes.items()} if isinstance(call, Function) else {}
     numbers = [key for key, words in types.items() if words in [["sample", dtype] for dtype in REWARD_TYPE.dtypes]]
     rewards = [other.reads[0] for other in calls.values() if isinstance(other, Advantage) and other.reads]
-    return next((key for key in [*rewards, *numbers] if key in numbers and key != KEEP), "")
+    return tuple(dict.fromkeys(key for key in [*rewards, *numbers] if key in numbers and key != KEEP))
 
 
 def comparing(calls: Mapping[str, ModelCall]) -> Iterator[str]:

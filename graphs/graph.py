@@ -1,8 +1,10 @@
 """The compiled graph: what the checker hands to the planner and the runtime. Correct by construction; plain data."""
 
+from collections.abc import Container
 from functools import cached_property
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from realgraph.graphs.keys import DATA, KeyType
 from realgraph.graphs.spec import Function, Generate, ModelCall, ModelRole, Train, role_of
@@ -82,6 +84,25 @@ class Graph(Struct, frozen=True, dict=True):  # dict: for what is cached
         given = {INPUT, *self.generates[:1]}
         functions = [name for name, call in self.calls.items() if isinstance(call, Function) and call.over == "sample"]
         return tuple(name for name in functions if self.generates and given.issuperset(self.producers(name)))
+
+    def of_calls(self, kept: Container[str]) -> "Graph":
+        """The graph of these calls alone; what they read of others, they are not given."""
+        calls = {name: call for name, call in self.calls.items() if name in kept}
+        readers = {name: tuple(one for one in key.consumers if one in calls) for name, key in self.keys.items()}
+        keys = {
+            name: replace(key, consumers=readers[name])
+            for name, key in self.keys.items()
+            if key.producer in calls or (key.producer == INPUT and readers[name])
+        }
+        return replace(
+            self,
+            calls=calls,
+            keys=keys,
+            reads={name: self.reads[name] for name in calls},
+            writes={name: self.writes[name] for name in calls},
+            edges=tuple(edge for edge in self.edges if edge.producer in calls and edge.consumer in calls),
+            samplers={name: sampler for name, sampler in self.samplers.items() if name in calls},
+        )
 
     def producers(self, call: str) -> tuple[str, ...]:
         """Those that write what `call` reads, `INPUT` for the data set, in the order in which it reads them. Keys that

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from realgraph.graphs.functions import KEEP, judged_key, least_samples, sample_filter
+from realgraph.graphs.functions import KEEP, judging_keys, least_samples, sample_filter
 from realgraph.graphs.graph import INPUT, Graph, Key
 from realgraph.graphs.keys import GENERATED, KeyType
 from realgraph.graphs.maths import CrossEntropy, Loss, PolicyGradient, Preference, Term
@@ -270,7 +270,7 @@ def job_of(shape: Shape, plan: Plan | None = None, graph: Graph | None = None) -
 
 
 def _eval_of(shape: Shape, graph: Graph, plan: Plan) -> EvalSpec:
-    scored_by = shape.scored_by if judged_key(graph.calls, shape.scored_by) else ""
+    scored_by = shape.scored_by if judging_keys(graph.calls, shape.scored_by) else ""
     able = not scored_by and shape.eval_on is not None and not eval_on_mistake(graph, plan, shape.eval_on)
     on = shape.eval_on if able else None
     return EvalSpec(0 if on == "checkpoint" else shape.eval_every, n=shape.minibatches, call=scored_by, on=on)

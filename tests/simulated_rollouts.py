@@ -254,7 +254,7 @@ class SimulatedRollouts(SimulatedTasks):
         good = [-1 - row for row in range(N_EVAL_ROWS) if not self._too_long(-1 - row)]
         if self.contract.generate:
             assert self.job.eval is not None
-            scoring = scoring_of(self.graph, self.job.eval.call)
+            scoring = scoring_of(self.graph, self.job.eval)
             later = [name for name in scoring.on_devices if name in self.graph.generates]
             left = [group for group in good if not any(self._too_long(group, name) for name in later)]
             samples = [sample for group in left for sample in sample_ids(group, self.job.eval.n)]

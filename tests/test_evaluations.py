@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
-from realgraph.graphs.functions import judged_key
+from realgraph.commands.eval import evaluation_of
+from realgraph.graphs.functions import judging_keys
 from realgraph.graphs.spec import Advantage, Function, ModelCall
+from realgraph.planner.search.search import Infeasible
+from realgraph.run.running import prepare, prepare_checked
 from realgraph.run_file.compose import check_run
 from tests.run_texts import RUN, place, refused
 from tests.runs import GRPO, finish, home, records, write_run
@@ -70,6 +73,7 @@ def score(text: str, odd: float) -> dict:
             "'words' writes no number a sample",
             "name a call that can: reward",
         ),
+        (["eval.key=rewards"], "$.eval.key", "'reward' writes no number 'rewards'", "did you mean 'reward'?"),
         (["eval.call=advantage"], "$.eval.call", "'advantage' is no function and no inference", "can: reward"),
     ],
 )
@@ -117,10 +121,10 @@ def test_the_reward_judges_and_else_the_first_number_that_is_no_filter() -> None
     types = {"why": "sample text", "keep": "sample bool", "form": "sample float32", "right": "sample float32"}
     score = Function(fn="m:score", writes={"all": "token float32", "group": "group float32", **types})
     calls: dict[str, ModelCall] = {"score": score}
-    assert judged_key(calls, "score") == "form"
-    assert judged_key({**calls, "advantage": Advantage(steps={}, reads=("right",))}, "score") == "right"
-    assert judged_key({"score": Function(fn="m:score", writes={"keep": "sample bool"})}, "score") == ""
-    assert judged_key(calls, "nothing") == ""
+    assert judging_keys(calls, "score") == ("form", "right")
+    assert judging_keys({**calls, "advantage": Advantage(steps={}, reads=("right",))}, "score") == ("right", "form")
+    assert judging_keys({"score": Function(fn="m:score", writes={"keep": "sample bool"})}, "score") == ()
+    assert judging_keys(calls, "nothing") == ()
 
 
 def long_rows(home: Path, which: str) -> float:
@@ -186,3 +190,15 @@ def test_samples_of_a_run_are_judged_by_their_reward(home: Path) -> None:
     share = sum(answer % 2 for answer in answers) / len(answers)
     assert record["metrics"]["accuracy"] == record["metrics"]["reward"] == pytest.approx(share)
     assert record["metrics"]["failed"] == pytest.approx(sum(answer % 10 == 2 for answer in answers) / len(answers))
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_evaluation_alone_has_room_where_training_has_none(home: Path, staleness: int) -> None:
+    """Its plan has the calls that make samples and score them, and no others."""
+    tight = {"constraints": {"memory_gb": 0.0005}, "staleness": staleness, "eval": {"data": {"path": "test.jsonl"}}}
+    file = write_run(home, f"tight-{staleness}", GRPO, tight)
+    with pytest.raises(Infeasible):
+        prepare(file, (), None)
+    job = prepare_checked(evaluation_of(check_run(file, ()))).job
+    assert {*job.graph.calls} >= {"rollout", "reward"} and "train" not in job.graph.calls
+    assert {*job.plan.allocations} == {"rollout"} and job.plan.staleness == 0

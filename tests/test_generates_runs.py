@@ -205,13 +205,6 @@ def test_a_checkpoint_is_evaluated_though_a_frozen_role_generates_too(home: Path
     assert "after step 7: accuracy" in running.output()
 
 
-def test_an_evaluation_by_the_text_of_a_later_call_is_refused(home: Path) -> None:
-    (home / "judging.py").write_text(FUNCTIONS)
-    file = write_run(home, "judge-eval", JUDGE, {"steps": 1, "eval": EVAL})
-    running = finish(home, "check", str(file), name="judge-eval", code=2)
-    assert "'reward' reads 'judge.text', but an evaluation generates by 'rollout' alone" in running.output()
-
-
 def test_prompts_of_a_call_that_are_all_too_long_end_the_run_with_its_limit(home: Path) -> None:
     file = file_of(home, "long", "judge", {"calls": {"judge": {"max_prompt_tokens": 1}}})
     running = finish(home, "run", str(file), name="long", code=3)

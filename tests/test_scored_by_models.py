@@ -17,6 +17,7 @@ from realgraph.graphs.spec import Advantage, Generate, Inference, Train
 from realgraph.run_file.compose import check_run
 from realgraph.runtime.commands.actions import EvalEnded
 from realgraph.runtime.job.evaluations import scoring_of
+from realgraph.runtime.job.job import EvalSpec
 from realgraph.runtime.scheduler.scheduler import Scheduler
 from realgraph.runtime.wire.protocol import Evaluate, Execute
 from tests.generating import GENERATING, generating_graph
@@ -308,4 +309,4 @@ def test_what_writes_the_reward_of_an_advantage_scores_by_default(place: Path) -
     weights = {"model.norm.weight": np.ones(8, np.float32), "score.weight": np.ones((1, 8), np.float32)}
     save_file(weights, place / "model" / "model.safetensors")
     (place / "run.yaml").write_text(BY_MODEL)
-    assert scoring_of(check_run(place / "run.yaml", ()).graph, "").call == "score"
+    assert scoring_of(check_run(place / "run.yaml", ()).graph, EvalSpec()).call == "score"

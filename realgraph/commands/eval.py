@@ -8,14 +8,18 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from realgraph.commands.run import FAILED, INTERRUPTED, execute, report
 from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.functions import scoring_call
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import Train
-from realgraph.run.running import PreparedRun, beside, prepare
+from realgraph.run.running import PreparedRun, beside, prepare_checked
+from realgraph.run_file.compose import Checked, check_run
 from realgraph.run_file.eval_checks import scoring_mistakes
 from realgraph.runtime.data.row_files import lacks_split
+from realgraph.runtime.job.evaluations import evaluated_graph, scoring_of
 from realgraph.runtime.job.job import CheckpointSpec, EvalSpec
 from realgraph.runtime.job.manifest import MANIFEST, damage
 from realgraph.runtime.job.run_folder import RunFolder
@@ -58,7 +62,7 @@ def eval_command(file: Path, overrides: Sequence[str], checkpoint: Path | None) 
 
     Raises ConfigError.
     """
-    prepared = for_evaluation(prepare(file, overrides, None), checkpoint)
+    prepared = for_evaluation(prepare_checked(evaluation_of(check_run(file, overrides))), checkpoint)
     step = prepared.begun_at
     what = f"{checkpoint or 'the model of the run file'}{f', after step {step}' if step else ''}"
     console = run_terminal()
@@ -68,43 +72,48 @@ def eval_command(file: Path, overrides: Sequence[str], checkpoint: Path | None) 
         sys.exit(INTERRUPTED if outcome.interrupted else FAILED)
 
 
+def evaluation_of(checked: Checked) -> Checked:
+    """A run of nothing but its evaluation: where calls generate, those that train or serve training have no place in
+    its plan. Raises ConfigError where there is nothing to evaluate by, or on."""
+    run, graph = checked.run, checked.graph
+    spec = run.eval or EvalSpec()
+    if spec.data is None and lacks_split(run.data, "test"):
+        text = "the run names no held-out data"
+        hint = "add eval: {data: {path: ..., columns: ...}} to the run file"
+        raise ConfigError([Problem(checked.where("$.eval"), text, hint)])
+    spec = replace(spec, every=spec.every or 1, at_start=True, on=None)
+    mistakes = scoring_mistakes(spec, checked.composed.spec)  # run files without `eval` come unchecked
+    problems = [Problem(checked.where(path), text, hint, "eval") for path, text, hint in mistakes]
+    if problems:
+        raise ConfigError(problems)
+    if not graph.generates:
+        return replace(checked, run=replace(run, eval=spec))
+    call, given = scoring_call(graph.calls, spec.call), run.constraints
+    spec = replace(spec, call=call, key=scoring_of(graph, spec).key)  # which advantages say, that are left out
+    graph = evaluated_graph(graph, call)
+    share = tuple(tuple(name for name in names if name in graph.calls) for names in given.share)
+    forbid = {name: pins for name, pins in given.forbid.items() if name in graph.calls}
+    constraints = replace(given, share=tuple(names for names in share if names), forbid=forbid)
+    return replace(checked, graph=graph, run=replace(run, staleness=0, eval=spec, constraints=constraints))
+
+
 def for_evaluation(prepared: PreparedRun, checkpoint: Path | None) -> PreparedRun:
     """The same run with no steps and one evaluation at its start, of `checkpoint` if one is given."""
     job = prepared.job
-    spec = job.eval or EvalSpec()
-    if spec.data is None and lacks_split(job.data, "test"):
-        text = "the run names no held-out data"
-        hint = "add eval: {data: {path: ..., columns: ...}} to the run file"
-        raise ConfigError([Problem(prepared.checked.where("$.eval"), text, hint)])
-    refuse_scoring(prepared, spec)
     graph, begun_at = job.graph, 0
     if checkpoint is not None:
         for role in evaluated_roles(graph):
             folder = model_folder(checkpoint, role)
-            model = msgspec.structs.replace(graph.models[role], path=str(folder))
-            graph, begun_at = msgspec.structs.replace(graph, models={**graph.models, role: model}), step_of(folder)
-    changed = msgspec.structs.replace(
-        job,
-        graph=graph,
-        steps=0,
-        eval=msgspec.structs.replace(spec, every=spec.every or 1, at_start=True, on=None),
-        checkpoint=CheckpointSpec(),
-    )
-    return msgspec.structs.replace(beside(prepared, changed, "eval"), begun_at=begun_at)
+            model = replace(graph.models[role], path=str(folder))
+            graph, begun_at = replace(graph, models={**graph.models, role: model}), step_of(folder)
+    changed = replace(job, graph=graph, steps=0, checkpoint=CheckpointSpec())
+    return replace(beside(prepared, changed, "eval"), begun_at=begun_at)
 
 
 def evaluated_roles(graph: Graph) -> tuple[str, ...]:
     """The roles whose weights an evaluation is of: the one that it generates by, else those that are trained."""
     trained = [name for name, call in graph.calls.items() if isinstance(call, Train)]
     return tuple(dict.fromkeys(graph.role(name) for name in graph.generates[:1] or trained))
-
-
-def refuse_scoring(prepared: PreparedRun, spec: EvalSpec) -> None:
-    """Refuse graphs that can't score held-out samples: run files without `eval` come unchecked. Raises ConfigError."""
-    mistakes = scoring_mistakes(spec, prepared.checked.composed.spec)
-    problems = [Problem(prepared.checked.where(path), text, hint, "eval") for path, text, hint in mistakes]
-    if problems:
-        raise ConfigError(problems)
 
 
 def step_of(model: Path) -> int:

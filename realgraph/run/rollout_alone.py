@@ -5,7 +5,7 @@ from collections.abc import Container, Iterator, Sequence
 from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError, Problem
-from realgraph.graphs.graph import INPUT, Graph
+from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import Advantage, Train
 from realgraph.planner.plan.plan import Allocation, Plan
 from realgraph.run.running import PreparedRun, beside
@@ -36,22 +36,7 @@ def without_training(graph: Graph) -> Graph:
         readers = {reader for key in graph.writes[name] for reader in graph.keys[key].consumers}
         if isinstance(call, Train) or (isinstance(call, Advantage) and readers <= dropped):
             dropped.add(name)
-    kept = {name: call for name, call in graph.calls.items() if name not in dropped}
-    readers_left = {name: tuple(one for one in key.consumers if one in kept) for name, key in graph.keys.items()}
-    keys = {
-        name: replace(key, consumers=readers_left[name])
-        for name, key in graph.keys.items()
-        if key.producer in kept or (key.producer == INPUT and readers_left[name])
-    }
-    return replace(
-        graph,
-        calls=kept,
-        keys=keys,
-        reads={name: graph.reads[name] for name in kept},
-        writes={name: graph.writes[name] for name in kept},
-        edges=tuple(edge for edge in graph.edges if edge.producer in kept and edge.consumer in kept),
-        samplers={name: sampler for name, sampler in graph.samplers.items() if name in kept},
-    )
+    return graph.of_calls(graph.calls.keys() - dropped)
 
 
 def without_calls(plan: Plan, kept: Container[str]) -> Plan:

@@ -74,7 +74,11 @@ def prepare(
     The run's directory is `outputs.dir`, which like all paths of a run file is relative to that file; where nobody
     names one, `runs/<name>-<date>` of the working directory. Raises ConfigError.
     """
-    checked = check_run(file, overrides)
+    return prepare_checked(check_run(file, overrides), plan_file, costs_file)
+
+
+def prepare_checked(checked: Checked, plan_file: Path | None = None, costs_file: Path | None = None) -> PreparedRun:
+    """`prepare` for a run that is checked already."""
     refuse_unset(checked, variables())
     request = request_with(checked, costs_file)
     plan = read_plan(plan_file, request) if plan_file is not None else plan_for(checked, request)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from realgraph.graphs.check.switch import switch_off
 from realgraph.graphs.errors import suggest
-from realgraph.graphs.functions import judged_key, scoring_call
+from realgraph.graphs.functions import judging_keys, scoring_call
 from realgraph.graphs.infer import call_reads, call_writes, is_own
 from realgraph.graphs.keys import EVALUATED, GENERATED, ROUTES, own_tokens
 from realgraph.graphs.spec import (
@@ -78,6 +78,9 @@ def scoring_mistakes(spec: EvalSpec, graph: GraphSpec) -> Iterator[Mistake]:
     for text in _unable(name, live, known):
         hint = f"name a call that can: {', '.join(able)}" if able else "leave eval out, or add a function that can"
         yield "$.eval.call", text, suggest(name, able) if able and name not in live.calls else hint
+    keys = judging_keys(live.calls, name)
+    if keys and spec.key and spec.key not in keys:
+        yield "$.eval.key", f"{name!r} writes no number {spec.key!r} a sample", suggest(spec.key, keys)
     if spec.on is not None and name in known.by_models:
         text = f"{name!r} scores by what models compute, on devices where the run would go on meanwhile"
         functions = [one for one in able if one not in known.by_models]
@@ -133,5 +136,5 @@ def _unable(name: str, live: GraphSpec, known: _Known) -> Iterator[str]:
         yield f"{name!r} works over a {call.over}, but an evaluation scores each sample for itself"
     if (key := known.missing(name, live)) is not None:
         yield f"{name!r} reads {key!r}, but an evaluation has {', '.join(sorted(known.functions))} alone"
-    if not judged_key(live.calls, name):
+    if not judging_keys(live.calls, name):
         yield f"{name!r} writes no number a sample to judge it by"

@@ -20,7 +20,7 @@ from realgraph.runtime.job.job import EvalSpec, OutputSpec, RuntimeSpec
 from realgraph.runtime.job.rollout import RolloutSpec
 
 OF_ENGINE_LOSS = ("min_engines", "replacements")
-OF_SAMPLES = ("n", "temperature", "k", "threshold", "call")  # of an evaluation
+OF_SAMPLES = ("n", "temperature", "k", "threshold", "call", "key")  # of an evaluation
 OF_ASYNCHRONY = ("interrupt", *OF_ENGINE_LOSS)
 _PARAM = re.compile(r"\$\{params\.([^}.\[]+)\}")
 

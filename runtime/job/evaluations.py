@@ -4,14 +4,15 @@ not wait for (`eval.on`)."""
 from collections.abc import Iterable
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from realgraph.graphs.functions import judged_key, scoring_call
+from realgraph.graphs.functions import judging_keys, scoring_call
 from realgraph.graphs.graph import INPUT, Graph
 from realgraph.graphs.spec import Generate, Inference, Train
 from realgraph.planner.plan.axes import session_groups
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.plan.residency import dropped_copies, shares_trained_copy
-from realgraph.runtime.job.job import EvalOn
+from realgraph.runtime.job.job import EvalOn, EvalSpec
 
 
 class Scoring(Struct, frozen=True):
@@ -25,17 +26,26 @@ class Scoring(Struct, frozen=True):
     gathered: tuple[str, ...]  # the keys that the former write and the latter read, or that samples are judged by
 
 
-def scoring_of(graph: Graph, asked: str) -> Scoring:
-    """That by the call `asked`, '' for the default; of a graph that generates and was checked."""
-    name = scoring_call(graph.calls, asked)
+def scoring_of(graph: Graph, spec: EvalSpec) -> Scoring:
+    """That of a graph that generates and was checked."""
+    name = scoring_call(graph.calls, spec.call)
     chain = _with_makers(graph, [name])
     on_devices = _with_makers(graph, [one for one in chain if isinstance(graph.calls[one], Inference | Generate)])
     beside = tuple([one for one in chain if one not in on_devices])
-    key = judged_key(graph.calls, name)
+    key = spec.key or judging_keys(graph.calls, name)[0]
     read = dict.fromkeys([*(key for one in beside for key in graph.reads[one]), key])
     return Scoring(
         name, key, on_devices, beside, tuple([key for key in read if graph.keys[key].producer in on_devices])
     )
+
+
+def evaluated_graph(graph: Graph, call: str) -> Graph:
+    """A graph that generates as an evaluation alone runs it, without training: the calls that make samples and score
+    them by `call`, and the other generate calls, by which keys are named."""
+    calls = {*graph.generates[:1], *_with_makers(graph, [*graph.generates[1:], call])}
+    roles = {graph.role(name) for name in calls}
+    models = {name: role for name, role in graph.models.items() if name in roles}
+    return replace(graph.of_calls(calls), models=models)
 
 
 def _with_makers(graph: Graph, names: Iterable[str]) -> tuple[str, ...]:

@@ -73,7 +73,6 @@ class EvalSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """Held-out evaluation every `every` steps: n samples a prompt, scored as the graph scores them; best checkpoint
     kept. Of a graph that generates nothing: the loss of the held-out rows, and what it measures.
 
-    Samples are judged by what an advantage takes for the reward of all that `call` writes, else by its first number.
     `call` is a function over samples, or a model's scores; calls that it reads of, models' too, come before it.
     `on`: of asynchronous runs, whose training and generation go on meanwhile: `engine`: the last data-parallel replica
     of the call that generates evaluates, and keeps its weights until then; `interleaved`: all do, beside the groups
@@ -86,10 +85,10 @@ class EvalSpec(Struct, frozen=True, forbid_unknown_fields=True):
     n: Annotated[int, Meta(ge=1, le=MOST_SAMPLES)] = 1  # samples a prompt
     temperature: Annotated[float, Meta(ge=0)] = 0.0  # 0 is greedy; of the whole vocabulary, without top_p and top_k
     k: tuple[Count, ...] = (1,)  # pass@k, unbiased (arXiv:2107.03374, eq. 1)
-    # a sample with at least this reward is right; default: 0.5 of a function's, none of a model's scores
-    threshold: float | None = None
+    threshold: float | None = None  # the least reward that is right; default: 0.5 of a function's, none of a model's
     limit: Count | None = None  # first rows only
     call: str = ""  # the call that scores; default: reward, else what writes an advantage's reward
+    key: str = ""  # of `call`, that judges; default: what an advantage takes for the reward, else its first number
     at_start: bool = True  # also before the first step
     on: EvalOn | None = None  # engines that evaluate while an asynchronous run goes on; default: it waits
 

@@ -216,7 +216,7 @@ def _judging(job: Job, kinds: Mapping[str, CallKind]) -> Judging:
     """See `Program.judging`."""
     if job.eval is None or not job.graph.generates:
         return Judging()
-    scoring = scoring_of(job.graph, job.eval.call)
+    scoring = scoring_of(job.graph, job.eval)
     reads = _places_of(job.graph, kinds, scoring.gathered)
     return Judging(scoring.on_devices, CallPlan(scoring.call, "late", "", reads, (), ()) if reads else None)
 

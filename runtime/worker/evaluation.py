@@ -67,7 +67,7 @@ class Evaluation:
         self._all, self._rollouts = rollouts, rollouts.get(next(iter(job.graph.generates), ""))
         self._assembler, self._resources, self._worker = assembler, resources, resources.worker
         scored = job.eval is not None and bool(job.graph.generates)
-        self._scoring = scoring_of(job.graph, job.eval.call) if scored and job.eval is not None else None
+        self._scoring = scoring_of(job.graph, job.eval) if scored and job.eval is not None else None
         self._open: _OpenEvaluation | None = None
         self._drawn: _Drawn | None = None
 
