@@ -1,4 +1,4 @@
-"""Rank processes that many tests share, with gloo groups between the ranks."""
+"""Rank processes that many tests share, with groups between the ranks: gloo, and NCCL where each has a GPU."""
 
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,21 +14,24 @@ SLACK_SECONDS = 30.0  # for a rank to say that its deadline has passed
 joined: list[Any] = []  # in a rank process: its Collectives
 
 
-def _serve(pipe: Connection, place: tuple[int, int, float], layouts: Sequence[Layout], address: str) -> None:
-    """A rank, its number, theirs and their deadline: join the group, then run what comes, until None."""
+def _serve(pipe: Connection, place: tuple[int, int, float, str], layouts: Sequence[Layout], address: str) -> None:
+    """A rank; place: its number, theirs, their deadline, kind of device. Join the group, run what comes until None."""
     import torch
 
     from realgraph.runtime.parallel.collectives.rendezvous import FileRendezvous, reach_store
     from realgraph.runtime.parallel.groups import Collectives, Member
 
     torch.set_num_threads(1)
-    rank, n_ranks, seconds = place
+    rank, n_ranks, seconds, kind = place
     rendezvous = FileRendezvous() if rank == 0 else None
     if rendezvous is not None:
         address = rendezvous.address
         pipe.send(address)
     store = reach_store(address, n_ranks, seconds)
-    member = Member(rank, n_ranks, torch.device("cpu"), seconds)
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    member = Member(rank, n_ranks, device, seconds)
     whole = Layout(DeviceMesh(0, n_ranks), dp=n_ranks)
     groups = Collectives(member, store, [whole, *layouts])
     joined.append(groups)
@@ -52,8 +55,11 @@ class RankProcesses:
     collective that was left unfinished would be taken for one of theirs.
     """
 
-    def __init__(self, n_ranks: int = 2, layouts: Sequence[Layout] = (), seconds: float = DEADLINE_SECONDS) -> None:
-        self._n_ranks, self._layouts, self._seconds = n_ranks, tuple(layouts), seconds
+    def __init__(
+        self, n_ranks: int = 2, layouts: Sequence[Layout] = (), seconds: float = DEADLINE_SECONDS, kind: str = "cpu"
+    ) -> None:
+        """kind: of the ranks' devices, `cpu` or `cuda`."""
+        self._n_ranks, self._layouts, self._seconds, self._kind = n_ranks, tuple(layouts), seconds, kind
         self._pipes: list[Connection] = []
         self._processes: list[ForkServerProcess] = []
         self._is_whole = False  # every rank has answered the last task, and without an error
@@ -73,7 +79,7 @@ class RankProcesses:
 
     def _start_rank(self, rank: int, address: str) -> None:
         ours, theirs = CONTEXT.Pipe()
-        place = (rank, self._n_ranks, self._seconds)
+        place = (rank, self._n_ranks, self._seconds, self._kind)
         process = CONTEXT.Process(target=_serve, args=(theirs, place, self._layouts, address), daemon=True)
         process.start()
         theirs.close()
