@@ -130,6 +130,24 @@ def test_balance_and_load_equal_transformers(folder: Path) -> None:
     assert metrics["router_entropy"] == pytest.approx(float(torch.stack(entropies).mean().detach()))
 
 
+def test_balance_is_of_all_tokens_where_samples_begin_alike(folder: Path) -> None:
+    """A CPU computes a common beginning once, and no token behind the last that is trained on."""
+    model, reference = build(ModelRole(dtype="float32"), str(folder), Start(CPU)), reference_of(folder)
+    batch = tiny.batch([9, 12, 7])
+    tokens = batch.tokens.clone()
+    tokens[9:14] = tokens[21:26] = tokens[:5]
+    mask = batch.mask.clone()
+    mask[18:21] = False
+    batch = replace(batch, tokens=tokens, mask=mask)
+    parts = [reference(one[None], output_router_logits=True).router_logits for one in tokens.split([9, 12, 7])]
+    logits = tuple(torch.cat(layer) for layer in zip(*parts, strict=True))
+    config = reference.config
+    expected: Any = load_balancing_loss_func(logits, config.num_local_experts, config.num_experts_per_tok)
+    found = model.run(batch, Wants(balance=True, where=mask))
+    assert found.balance is not None
+    torch.testing.assert_close(found.balance, expected.double(), rtol=1e-5, atol=1e-5)
+
+
 def test_load_adds_over_workers_with_layers_of_their_own() -> None:
     """Stages of a pipeline: each has the rows of its layers, and the balance is of the sum of their totals."""
     draw = torch.Generator().manual_seed(0)

@@ -87,7 +87,8 @@ class PackedModel(nn.Module):
         """The samples of a batch as `forward` takes them: this rank's part, where ranks share batches."""
         if self.context is not None:
             return ContextSegments(batch.lengths, self.context, batch.tokens.device)
-        shares = self._shares(batch.tokens.device)
+        # the balance of experts is of all tokens, wherever and however they are computed
+        shares = self._shares(batch.tokens.device) and not wants.balance
         shared = share_prefixes(batch, _needed(batch, wants), wants.routes) if shares else None
         return Segments(batch.lengths, batch.tokens.device, shared)
 

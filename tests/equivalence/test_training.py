@@ -169,6 +169,8 @@ ROUNDED = [
     ("gemma2", "value", "fsdp2 cp2"),
     ("qwen3", "rl", "pp2"),
     ("llama deep", "value", "dp2 pp2 twice"),
+    ("qwen3_moe", "balanced", "cp2"),
+    ("mixtral", "balanced", "tp4"),
 ]
 DRAWN = 40  # cases; thousands are benchmarks/equivalence.py
 BLOCKS = 4  # of layouts, each with simple ones and others, for several processes of tests
