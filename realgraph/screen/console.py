@@ -29,6 +29,7 @@ from realgraph.runtime.master.observer import (
 )
 from realgraph.screen.terminal import Terminal
 
+JUDGING = ("accuracy", "reward")  # metrics of an evaluation that come first
 BLOCKS = "▁▂▃▄▅▆▇█"
 COUNTED_STEPS = 50  # the last ones, whose median seconds the live view shows
 SHARE_CELLS = 20  # of a whole step
@@ -139,7 +140,8 @@ def ended(record: RunEnded) -> str:
 def describe(record: EvalRecord) -> str:
     """An evaluation in one line."""
     best = "  (best so far)" if record.best else ""
-    shown = {name: value for name, value in sorted(record.metrics.items()) if value or name != "skipped"}
+    in_order = sorted(record.metrics.items(), key=lambda item: (item[0] not in JUDGING, item[0]))
+    shown = {name: value for name, value in in_order if value or name != "skipped"}
     return "  ".join(f"{name} {value:.4g}" for name, value in shown.items()) + best
 
 
