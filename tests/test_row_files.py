@@ -164,6 +164,28 @@ def test_files_of_two_forms_or_twice_the_same_rows_are_refused(tmp_path: Path) -
         open_rows(DataSpec(str(tmp_path / "b*")))
 
 
+def test_a_folder_of_save_to_disk_is_refused_with_what_to_write(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"prompt": "1", "answer": "2"}])
+    rows.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "several")
+    for name, split in (("one", ""), ("several", "['train']")):
+        with pytest.raises(ConfigError) as error:
+            open_rows(DataSpec(str(tmp_path / name)))
+        (problem,) = error.value.problems
+        assert problem.text == "the folder was written by save_to_disk, whose Arrow files are not read"
+        written = f"datasets.load_from_disk('{tmp_path / name}'){split}"
+        assert problem.hint == f'write parquet: {written}.to_parquet("train.parquet")'
+
+
+def test_the_folder_of_the_split_is_the_one_to_name(tmp_path: Path) -> None:
+    for split in ("test", "train"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "0.jsonl").write_bytes(ONE_ROW)
+    with pytest.raises(ConfigError, match=f"its folder train does: name {tmp_path / 'train'}"):
+        open_rows(DataSpec(str(tmp_path)))
+
+
 def test_a_byte_order_mark_is_no_part_of_json(tmp_path: Path) -> None:
     marked = tmp_path / "a.jsonl"
     marked.write_bytes(b"\xef\xbb\xbf" + ONE_ROW)

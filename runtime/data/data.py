@@ -237,7 +237,7 @@ class DataSet:
                     return value
                 if isinstance(value, int | float) and not isinstance(value, bool) and value == value:
                     return str(value)  # NaN is how a table says that there is none
-                raise ValueError(f"expected text, got {kind(value)}")
+                raise ValueError(f"expected text, got {kind(value)}: an input `{key.level} json` takes any value")
             case "json":
                 return value
             case "bool":

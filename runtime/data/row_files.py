@@ -93,9 +93,11 @@ def data_files(spec: DataSpec) -> tuple[Path, ...]:
     """
     place, files = Path(spec.path).expanduser(), files_at(spec.path)
     if place.is_dir():
+        _refuse_saved(place, spec)
         if not files:
-            inside = next((child for child in sorted(place.iterdir()) if child.is_dir() and files_at(str(child))), None)
-            hint = f"its folder {inside.name} does: name {Path(spec.path) / inside.name}" if inside is not None else ""
+            inside = [child for child in sorted(place.iterdir()) if child.is_dir() and files_at(str(child))]
+            inside.sort(key=lambda child: child.name != spec.split)
+            hint = f"its folder {inside[0].name} does: name {Path(spec.path) / inside[0].name}" if inside else ""
             raise problem(Where(spec.path), f"the folder holds no {', '.join(FORMS)} file", hint)
         named = [file for file in files if _split_of(file)]
         if named:
@@ -114,6 +116,15 @@ def data_files(spec: DataSpec) -> tuple[Path, ...]:
         hint = "a JSONL, CSV or parquet file, a folder or glob of them, or a Hub id such as openai/gsm8k"
         raise problem(Where(spec.path), "there is no such file or folder", hint)
     return ()
+
+
+def _refuse_saved(folder: Path, spec: DataSpec) -> None:
+    """Raise ConfigError for what `save_to_disk` of `datasets` writes: its JSON files hold no rows."""
+    splits = (folder / "dataset_dict.json").is_file()
+    if splits or ((folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()):
+        rows = f"datasets.load_from_disk({spec.path!r})" + (f"[{spec.split!r}]" if splits else "")
+        text = "the folder was written by save_to_disk, whose Arrow files are not read"
+        raise problem(Where(spec.path), text, f'write parquet: {rows}.to_parquet("{spec.split}.parquet")')
 
 
 def _split_of(file: Path) -> str:
