@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 
 from realgraph.graphs.functions import GATHERED
 
-_NUMBER = re.compile(r"[-+]?\$?\d[\d,]*(?:\.\d+)?|[-+]?\$?\.\d+")
+# A sign right after a digit, a Latin letter or a bracket is an operator; commas part thousands, or else numbers.
+_NUMBER = re.compile(r"(?:(?<![0-9A-Za-z_)\]}])[-+\u2212])?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
+_WRITTEN = str.maketrans({",": None, "$": None, "\u2212": "-"})
 
 
 def exact_match(text: str, answer: str) -> float:
@@ -19,7 +21,7 @@ def final_number(text: str) -> float | None:
     (the form of GSM8K's answers, arXiv:2110.14168). None where there is no number."""
     _, mark, tail = text.rpartition("####")
     numbers = _NUMBER.findall(tail if mark else text)
-    return float(numbers[-1].replace(",", "").replace("$", "")) if numbers else None
+    return float(numbers[-1].translate(_WRITTEN)) if numbers else None
 
 
 def last_number(text: str, answer: str) -> float:
