@@ -202,6 +202,18 @@ def test_malformed_messages_are_told_with_their_place(tmp_path: Path, messages: 
     assert re.search(expected, told(error)), told(error)
 
 
+def test_a_prompt_asks_something(tmp_path: Path) -> None:
+    asked = {"role": "user", "content": "hello"}
+    cases = [
+        ("", r"\$\.prompt: the prompt is empty"),
+        ([asked, {"role": "assistant", "content": "so"}], r"\$\.prompt\[1\]\.role: a prompt ends before the assistant"),
+    ]
+    for prompt, said in cases:
+        path = write(tmp_path / "a.jsonl", [{"prompt": prompt, "answer": "1"}])
+        with pytest.raises(ConfigError, match=said):
+            DataSet(DataSpec(path), INPUTS, TOKENIZERS["chatml"]).row(0)
+
+
 def test_roles_that_the_template_knows_are_taken(tmp_path: Path) -> None:
     template = CHATML.replace("{{ m.role }}", "{{ 'user' if m.role == 'critic' else m.role }}")
     messages = [{"role": "critic", "content": "hello"}, {"role": "assistant", "content": "so"}]

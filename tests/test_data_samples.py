@@ -97,6 +97,16 @@ def test_pairs_are_the_chosen_and_then_the_rejected(tmp_path: Path, form: str) -
     assert [s["margin"] for s in samples] == [0.5, 1.0]
 
 
+def test_an_answer_of_several_turns_follows_its_prompt(tmp_path: Path) -> None:
+    chatty = make_tokenizer(CHATML)
+    turns = [("user", "hello"), ("assistant", "I know"), ("user", "so"), ("assistant", "it goes")]
+    ask, *answer = ({"role": role, "content": content} for role, content in turns)
+    path = write(tmp_path / "a.jsonl", [{"prompt": [ask], "response": answer}])
+    (sample,) = row(DataSet(DataSpec(path), WHOLE, chatty), 0).samples
+    assert chatty.decode(sample["tokens"]).startswith("<|im_start|>user\nhello<|im_end|>")
+    assert learnt(chatty, sample["tokens"], sample["mask"]) == ["I know<|im_end|>", "it goes<|im_end|>"]
+
+
 def test_limits_hold_for_what_stands_before_the_answer(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "what is it you know? " * 20, "response": "so it goes"}])
     n = len(PLAIN.encode("what is it you know? " * 20, add_special_tokens=True))

@@ -25,7 +25,7 @@ from realgraph.runtime.data.tokenize import load_tokenizer
 from realgraph.runtime.job.job import BatchSpec, DataSpec, EvalSpec, Job
 from realgraph.runtime.models.weights import resolve
 from realgraph.runtime.preflight.preflight import preflight, refuse_machine
-from tests.data_sets import PLAIN, WHOLE, make_tokenizer, write
+from tests.data_sets import CHATML, PLAIN, WHOLE, make_tokenizer, write
 
 CLUSTER = Cluster(1, 2, "cpu", 2**30, 2**30, 1e10, 1e10, 1e10, 1e10, 1e10)
 
@@ -79,6 +79,15 @@ def test_the_first_rows_and_the_reward_are_shown(tmp_path: Path) -> None:
     assert "first: '0+0='" in text
     assert "reward: exact_match: reward 1 on '0', 0 on '', 0 on 'I do not know.'" in text
     assert "filter: reward_spread: keep True" in text
+
+
+def test_a_prompt_that_is_rendered_already_is_told(tmp_path: Path) -> None:
+    turn = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    for prompt, chat, told in ((turn, None, True), (turn, False, False), ("hello", None, False)):
+        job = make_job(tmp_path, {"reward": reward("exact_match")}, [{"prompt": prompt, "answer": "1"}], chat=chat)
+        make_tokenizer(CHATML).save_pretrained(str(tmp_path / "model"))  # type: ignore[attr-defined]
+        text = "\n".join(preflight(job))
+        assert ("  prompt: texts hold '<|im_start|>', and become a user's turn" in text) is told
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])

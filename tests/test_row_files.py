@@ -333,3 +333,24 @@ def test_check_answers_at_once_for_large_files(tmp_path: Path) -> None:
     assert probe_data(str(archive), None, AT).columns == ("prompt",)
     assert probe_data(big, 5, AT).n_rows == 5
     assert time.monotonic() - began < 1
+
+
+def test_prompts_of_csv_may_be_messages_in_json(tmp_path: Path) -> None:
+    chatty = make_tokenizer(CHATML)
+    ask, answer = [{"role": "user", "content": "hello"}], [{"role": "assistant", "content": "I know"}]
+    head = "prompt,answer,response\n"
+    cells = (json.dumps(ask), "1", json.dumps(answer))
+    quoted = ",".join('"' + cell.replace('"', '""') + '"' for cell in cells)
+    (tmp_path / "a.csv").write_text(head + quoted)
+    spec, turn = DataSpec(str(tmp_path / "a.csv")), "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    data = DataSet(spec, INPUTS, chatty)
+    assert chatty.decode(row(data, 0).group["prompt"]) == turn
+    assert data.asked(row(data, 0), "prompt").conversation == ask
+    (sample,) = row(DataSet(spec, WHOLE, chatty), 0).samples
+    assert chatty.decode(sample["tokens"]) == turn + "I know<|im_end|>"
+    (tmp_path / "a.csv").write_text(head + f'"{ask}",1,"{answer}"')  # as str and so pandas write lists
+    for inputs in (INPUTS, WHOLE):
+        with pytest.raises(
+            ConfigError, match=r"a\.csv:2: \$\.prompt: a list of messages that is no JSON: .*json\.dumps"
+        ):
+            DataSet(spec, inputs, chatty).row(0)

@@ -65,6 +65,13 @@ def _message(i: int, message: Any, names: frozenset[str]) -> dict[str, Any]:
     return dict(message)
 
 
+def is_whole_chat(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """True where the first message, but for system messages, is a user's: nothing stands before it."""
+    return (
+        next((message["role"] for message in messages if message["role"] not in ("system", "developer")), "") == "user"
+    )
+
+
 def check_tools(value: Any) -> tuple[dict[str, Any], ...] | None:
     """A row's tools: a list of JSON schemas, or JSON text of one; null and [] are none. Raises ValueError."""
     if isinstance(value, str) and value.strip():
@@ -133,6 +140,15 @@ class Conversations:
                 raise ValueError("data.system needs chat messages, and data.chat is false: the prompt is plain text")
             return self.with_system([{"role": "user", "content": value}]) if self.on else value
         return self.with_system(self.messages(value))
+
+    def check_question(self, value: Any) -> None:
+        """Raises ValueError for a prompt of the data that asks nothing: an empty one, or one that ends in an answer."""
+        if value == "":
+            raise ValueError("the prompt is empty")
+        last = value[-1] if isinstance(value, list) and value else None
+        if isinstance(last, dict) and last.get("role") == "assistant":
+            text = "a prompt ends before the assistant answers: leave its last message out"
+            raise Misplaced(f"[{len(value) - 1}].role", text)
 
     def messages(self, value: Any) -> list[dict[str, Any]]:
         """A value as checked messages. Raises ValueError, also for a role that the template leaves out."""

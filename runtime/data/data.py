@@ -13,10 +13,10 @@ from realgraph.graphs.keys import MASK, OF_DATA, TOKENS, KeyType
 from realgraph.graphs.spec import Generate, Train
 from realgraph.runtime.data.chats import chat_sample
 from realgraph.runtime.data.columns import column_names, value_at
-from realgraph.runtime.data.conversations import Conversation, Conversations, Misplaced
-from realgraph.runtime.data.row_content import cell_value, kind, number, problem
+from realgraph.runtime.data.conversations import Conversation, Conversations, Misplaced, is_whole_chat
+from realgraph.runtime.data.row_content import cell_value, is_ids, kind, mask_of, number, problem, token_ids
 from realgraph.runtime.data.row_files import RawRow, open_rows
-from realgraph.runtime.data.tokenize import BARE, Template, Tokenizer, plain_sample, prompt_tokens
+from realgraph.runtime.data.tokenize import BARE, Template, Tokenizer, plain_sample, prompt_tokens, special_tokens
 from realgraph.runtime.job.job import DataSpec
 
 PROMPT, RESPONSE, MESSAGES, CHOSEN, REJECTED = "prompt", "response", "messages", "chosen", "rejected"
@@ -150,10 +150,17 @@ class DataSet:
     def asked(self, row: DataRow, name: str) -> PromptConversation:
         """The conversation of the prompt `name` of a row, before it became tokens, and the tools that belong to it."""
         value, template = value_at(row.raw, self._column(name)), self._template(row.index, row.raw)
-        text = str(self._tokenizer.decode(value, skip_special_tokens=True)) if _is_ids(value) else None
+        text = str(self._tokenizer.decode(value, skip_special_tokens=True)) if is_ids(value) else None
         return PromptConversation(
-            self._at(row.index, name, row.raw, self._chats.of_prompt) if text is None else text, template.tools
+            self._at(row.index, name, row.raw, self._conversation) if text is None else text, template.tools
         )
+
+    def special_in(self, row: DataRow, name: str) -> str:
+        """The first special token of the prompt `name`, a text that becomes a user's turn; '' where there is none."""
+        value = None if name in OF_DATA else value_at(row.raw, self._column(name))
+        if not self._chats.on or not isinstance(value, str):
+            return ""
+        return min((token for token in special_tokens(self._tokenizer) if token in value), key=value.index, default="")
 
     def prompt_tokens(self, value: object) -> list[int]:
         """A prompt that no row has, text or token ids, as tokens: as the prompts of rows. Raises ValueError."""
@@ -231,6 +238,7 @@ class DataSet:
             value = cell_value(value, key.dtype)
         match key.dtype:
             case "tokens":
+                self._chats.check_question(value)
                 return self._fit(self._prompt(value, template))
             case "text":
                 if isinstance(value, str):
@@ -250,7 +258,7 @@ class DataSet:
         raise ValueError(f"expected {key.dtype}, got {kind(value)}")
 
     def _prompt(self, value: Any, template: Template) -> list[int]:
-        if _is_ids(value):
+        if is_ids(value):
             return self._ids(value)
         tokens = prompt_tokens(self._chats.of_prompt(value), self._tokenizer, template)
         if not tokens:
@@ -333,7 +341,7 @@ class DataSet:
                 names = [CHOSEN, REJECTED]
             case _:
                 assert_never(self._shape)
-        prompt = self._at(index, PROMPT, raw, chats.of_prompt) if self._has(PROMPT) else None
+        prompt = self._at(index, PROMPT, raw, self._conversation) if self._has(PROMPT) else None
         return [
             self._at(index, name, raw, lambda value: self._answered(prompt, self._listed(value), template))
             for name in names
@@ -341,10 +349,10 @@ class DataSet:
 
     def _given(self, index: int, raw: RawRow) -> tuple[list[int], list[bool]]:
         """Tokens (and mask) that stand in the data."""
-        tokens: list[int] = self._at(index, TOKENS, raw, lambda value: self._ids(_token_ids(self._listed(value))))
+        tokens: list[int] = self._at(index, TOKENS, raw, lambda value: self._ids(token_ids(self._listed(value))))
         if not self._has(MASK):
             return tokens, [i > 0 for i in range(len(tokens))]
-        mask = self._at(index, MASK, raw, lambda value: _mask(self._listed(value)))
+        mask = self._at(index, MASK, raw, lambda value: mask_of(self._listed(value)))
         if len(mask) != len(tokens):
             place = self._rows.where(index)
             raise problem(place, f"{len(tokens)} tokens, but a mask of {len(mask)}")
@@ -360,15 +368,21 @@ class DataSet:
             return self._chat_sample([*prompt, {"role": "assistant", "content": value}], template)
         messages = self._chats.messages(value)
         before = [] if prompt is None else [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        starts_again = messages[: len(before)] == before or any(m.get("role") == "user" for m in messages[:2])
+        starts_again = messages[: len(before)] == before or is_whole_chat(messages)
         return self._chat_sample(messages if starts_again else [*before, *messages], template)
 
     def _chat_sample(self, messages: list[dict[str, Any]], template: Template) -> tuple[list[int], list[bool]]:
         return self._cut_left(chat_sample(self._chats.with_system(messages), self._tokenizer, template))
 
+    def _conversation(self, value: Any) -> Conversation:
+        return self._chats.of_prompt(cell_value(value, "tokens") if self._rows.all_text else value)
+
     def _listed(self, value: Any) -> Any:
         """A list that stands as JSON in a text cell; anything else as it is."""
-        if self._rows.all_text and isinstance(value, str) and value.lstrip().startswith("["):
+        if not self._rows.all_text or not isinstance(value, str):
+            return value
+        value = cell_value(value, "tokens")
+        if isinstance(value, str) and value.lstrip().startswith("["):
             with suppress(ValueError):
                 return cell_value(value, "json")
         return value
@@ -378,23 +392,3 @@ class DataSet:
         tokens, mask = sample
         excess = self._excess(mask.index(True))
         return tokens[excess:], mask[excess:]
-
-
-def _mask(value: Any) -> list[bool]:
-    if not isinstance(value, list) or not all(item in (0, 1) for item in value):
-        raise ValueError(f"expected a list of 0 and 1, or of true and false, got {kind(value)}")
-    return [bool(item) for item in value]
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(_is_id(item) for item in value)
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _token_ids(value: Any) -> list[int]:
-    if not _is_ids(value):
-        raise ValueError(f"expected a list of token ids, got {kind(value)}")
-    return cast(list[int], value)

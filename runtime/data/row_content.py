@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+import re
 import tempfile
 import threading
 import zlib
@@ -30,6 +31,7 @@ FORMS: dict[str, Form] = {
 }
 COMPRESSED = (".gz", ".zst")  # of JSON lines and CSV; parquet compresses by itself
 _CHUNK_BYTES = 1 << 20
+_CHAT = re.compile(r"\s*\[\s*\{\s*['\"](role|content)['\"]\s*:")  # how a list of messages begins
 _PEEKED_BYTES = 64  # of a file, to see whether it begins with `[`
 
 
@@ -229,10 +231,22 @@ def cell_value(text: str, dtype: DType) -> Any:
                 return msgspec.json.decode(text)
             except msgspec.DecodeError as error:
                 raise ValueError(f"expected JSON: {error}") from error
-        case "tokens" | "text":
+        case "tokens":
+            return _messages(text)
+        case "text":
             return text
         case "experts":
             raise ValueError("the experts of tokens are generation's to choose")
+
+
+def _messages(text: str) -> Any:
+    """The messages whose JSON a text is; any other text as it is. Raises ValueError for messages in other notation."""
+    if not _CHAT.match(text):
+        return text
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"a list of messages that is no JSON: {error}; json.dumps writes it, str does not") from error
 
 
 def _number(text: str) -> int | float:
@@ -261,3 +275,26 @@ def number(value: Any, dtype: DType) -> int | float:
             return int(value) if whole else float(value)
     hint = ": a number stands without quotes" if isinstance(value, str) else ""
     raise ValueError(f"expected {dtype}, got {kind(value)}{hint}")
+
+
+def mask_of(value: Any) -> list[bool]:
+    """A mask of the data. Raises ValueError."""
+    if not isinstance(value, list) or not all(item in (0, 1) for item in value):
+        raise ValueError(f"expected a list of 0 and 1, or of true and false, got {kind(value)}")
+    return [bool(item) for item in value]
+
+
+def is_ids(value: Any) -> bool:
+    """True of a list of whole numbers, one at least."""
+    return isinstance(value, list) and bool(value) and all(_is_id(item) for item in value)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def token_ids(value: Any) -> list[int]:
+    """Token ids of the data. Raises ValueError."""
+    if not is_ids(value):
+        raise ValueError(f"expected a list of token ids, got {kind(value)}")
+    return cast(list[int], value)

@@ -132,6 +132,9 @@ def _describe(job: Job, data: DataSet, rows: Sequence[DataRow | TooLong], tokeni
         if key.dtype == "tokens" and key.level == "group" and kept:
             lines.append(f"  {name}: {_lengths([len(row.group[name]) for row in kept])} tokens")
             lines.append(f"  first: {_short(tokenizer.decode(kept[0].group[name]))}")
+            if token := next(filter(None, (data.special_in(row, name) for row in kept)), ""):
+                wrapped = f"  {name}: texts hold {token!r}, and become a user's turn in the chat template all the same"
+                lines.append(f"{wrapped}: if they are rendered already, set data.chat: false")
     if kept and kept[0].samples:
         samples = [sample for row in kept for sample in row.samples]
         trained = [sum(sample[MASK]) for sample in samples]
