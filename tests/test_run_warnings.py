@@ -39,6 +39,11 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         [*SFT, "rollout.max_running=8", "data.truncated=mask", "outputs.transcripts=9", "runtime.function_processes=2"],
         ["$.data.truncated", "$.outputs.transcripts", "$.rollout.max_running", "$.runtime.function_processes"],
     ),
+    "a penalty of what is cut": (
+        ["data.truncated=mask", "calls.advantage.steps={overlong: {start: 2, limit: 4}, center: {}}"],
+        ["$.data.truncated"],
+    ),
+    "samples that are cut": (["data.truncated=mask"], []),
     "an evaluation by the loss": (
         [*SFT, "eval={every: 2, n: 2, k: [1, 2], call: score, data: {path: openai/gsm8k}}"],
         ["$.eval.call", "$.eval.k", "$.eval.n"],

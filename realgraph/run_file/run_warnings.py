@@ -9,7 +9,8 @@ from msgspec import Struct
 
 from realgraph.graphs.functions import scoring_call
 from realgraph.graphs.graph import Graph
-from realgraph.graphs.spec import Function, Inference, Train, role_of
+from realgraph.graphs.spec import Advantage, Function, Inference, Train, role_of
+from realgraph.graphs.steps import Overlong
 from realgraph.graphs.yaml.document import Document
 from realgraph.graphs.yaml.load import Resolved
 from realgraph.graphs.yaml.merge import walk
@@ -29,6 +30,7 @@ def run_warnings(run: RunSpec, graph: Graph) -> Iterator[Mistake]:
     """All of them, but for `unread_params`."""
     yield from _rollout(run, graph)
     yield from _ages(run, graph)
+    yield from _cut_samples(run, graph)
     yield from _evaluation(run, graph)
     yield from _data(run)
     yield from _outputs(run, graph)
@@ -97,8 +99,20 @@ def _ages(run: RunSpec, graph: Graph) -> Iterator[Mistake]:
     if run.overdue != "mask" and not run.staleness:
         text = "no sample is older than the weights that it trains (staleness: 0)"
         yield "$.overdue", text, "leave it out, or set staleness to 1 or more"
-    if run.data.truncated != "keep" and not graph.generates:
+
+
+def _cut_samples(run: RunSpec, graph: Graph) -> Iterator[Mistake]:
+    if run.data.truncated == "keep":
+        return
+    if not graph.generates:
         yield "$.data.truncated", "no call generates, so no sample is cut", "leave it out"
+    for name, call in graph.calls.items():
+        steps = call.steps.items() if isinstance(call, Advantage) else ()
+        for overlong in (key for key, step in steps if isinstance(step, Overlong)):
+            text = (
+                f"samples that are cut count no tokens, so that {name}.steps.{overlong} takes nothing off their rewards"
+            )
+            yield "$.data.truncated", f"{text}, which count in their groups", "leave it out, or that step"
 
 
 def _evaluation(run: RunSpec, graph: Graph) -> Iterator[Mistake]:
