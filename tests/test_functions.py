@@ -19,6 +19,11 @@ from realgraph.runtime.functions.functions import Unit, load_applied
 from realgraph.runtime.functions.host import FunctionError, FunctionHost
 from realgraph.runtime.functions.process import PASSED
 
+PARSES = """
+import argparse
+options = argparse.ArgumentParser().parse_args()
+def score(text): return 1.0
+"""
 USER_MODULE = Path(__file__).parent / "user_functions.py"
 
 
@@ -28,6 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "mine.py").write_bytes(USER_MODULE.read_bytes())
     (place / "broken.py").write_text("import no_such_module_at_all\n")
     (place / "slow.py").write_text("import time\ntime.sleep(60)\ndef score(text): return 1.0\n")
+    (place / "string.py").write_text("def score(text): return 1.0\n")  # Python has imported one of its own
+    (place / "parses.py").write_text(PARSES)
     (place / "leaves.py").write_text("raise SystemExit(2)\n")
     return place
 
@@ -102,7 +109,8 @@ def test_the_first_failure_ends_the_call(host: FunctionHost) -> None:
     [
         ("broken:score", "ModuleNotFoundError: No module named 'no_such_module_at_all' (broken.py:1)"),
         ("absent:score", "No module named 'absent'"),
-        ("mine:nothing", "has no 'nothing'"),
+        ("mine:nothing", "mine.py) has no 'nothing'"),
+        ("string:score", "string.py: rename that) has no 'score'"),
         ("mine:started", "is no function but float"),
         ("mine:keep", "it is called with text, but is defined with (reward)"),
         ("leaves:score", "SystemExit: 2"),
@@ -116,6 +124,11 @@ def test_a_function_that_cannot_be_had_is_no_bad_sample(host: FunctionHost, fn: 
     with pytest.raises(FunctionError) as error:
         host.check("reward", call)
     assert said in str(error.value)
+
+
+def test_a_module_may_parse_arguments(host: FunctionHost) -> None:
+    (result,) = host.run("reward", Function("parses:score", ("text",), REWARD), texts("1"))
+    assert result.values == {"reward": 1.0}
 
 
 def test_a_module_that_never_imports_has_a_deadline(folder: Path) -> None:

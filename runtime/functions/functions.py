@@ -22,6 +22,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, field
@@ -97,12 +98,19 @@ def load_function(fn: str, user_dir: str) -> Callable[..., Any]:
     target: Any = importlib.import_module(module)
     for name in path.split("."):
         if not hasattr(target, name):
-            raise AttributeError(f"module {module!r} ({getattr(target, '__file__', '?')}) has no {path!r}")
+            raise AttributeError(f"module {module!r} ({_origin(module, target, user_dir)}) has no {path!r}")
         target = getattr(target, name)
     if not callable(target):
         raise TypeError(f"{fn!r} is no function but {type(target).__name__}")
     checked: Callable[..., Any] = target
     return checked
+
+
+def _origin(module: str, found: Any, user_dir: str) -> str:
+    """The file that a module came from, and the user's own of that name where another was found before it."""
+    file, own = getattr(found, "__file__", None) or "of Python itself", Path(user_dir, *module.split("."))
+    mine = own.with_suffix(".py")
+    return file if not mine.is_file() or str(mine) == file else f"{file}, which comes before {mine}: rename that"
 
 
 def load_applied(entries: Mapping[str, str], user_dir: str) -> dict[str, Callable[..., Any]]:

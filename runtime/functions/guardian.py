@@ -53,6 +53,7 @@ def main(options: str) -> None:
 def _become_child(calls_fd: int, guardian: int, user_dir: str, memory_bytes: int) -> NoReturn:
     """The functions' process, in a session of its own."""
     os.setsid()
+    del sys.argv[1:]  # they are the guardian's: a module of the user's may parse its own
     from realgraph.runtime.functions.child import main as run  # late: the guardian itself needs none of it
 
     run(calls_fd, guardian, user_dir, memory_bytes)
