@@ -8,7 +8,7 @@ from realgraph.graphs.errors import Problem, suggest
 from realgraph.graphs.facts import Facts
 from realgraph.graphs.functions import BUILTINS, SIGNATURES, USERS_OWN, Signature, name_hint
 from realgraph.graphs.infer import Draft, parse_type
-from realgraph.graphs.keys import ids_keyword, is_prompt
+from realgraph.graphs.keys import REWARD_TYPE, ids_keyword, is_prompt
 from realgraph.graphs.spec import Function
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -46,6 +46,7 @@ def function_arguments(draft: Draft, facts: Facts) -> Iterator[Problem]:
             continue
         yield from _needed(draft, name, call, signature)
         yield from _unknown(draft, name, call, signature)
+        yield from _mistyped(draft, name, call)
         if call.over != signature.over and not (call.over == "group" and _of_groups(draft, call)):
             text = f"{call.fn!r} works over a {signature.over}, not over a {call.over}"
             yield draft.problem(f"$.calls.{name}.over", text, f"write `over: {signature.over}`")
@@ -81,6 +82,19 @@ def _unknown(draft: Draft, name: str, call: Function, signature: Signature) -> I
         if key not in signature.takes and "." not in key:
             hint = suggest(key, signature.takes)
             yield draft.problem(f"$.calls.{name}.{place}", f"{call.fn!r} does not take {key!r}", hint)
+
+
+def _mistyped(draft: Draft, name: str, call: Function) -> Iterator[Problem]:
+    """Rewards are numbers to a built-in function, and all other keys texts."""
+    for i, (keyword, key) in enumerate(call.keywords.items()):
+        numbers = keyword == "reward"
+        for found in (write.type for write in draft.writes.get(key, ())[:1] if write.type is not None):
+            if found.dtype in REWARD_TYPE.dtypes if numbers else found.dtype == "text" or is_prompt(found):
+                continue
+            place = f"reads.{keyword}" if isinstance(call.reads, dict) else f"reads[{i}]"
+            text = f"{call.fn!r} takes {'numbers' if numbers else 'a text'} as {keyword!r}, and {key!r} is {found}"
+            hint = "change its type where it is declared, or take a function of your own"
+            yield draft.problem(f"$.calls.{name}.{place}", text, hint)
 
 
 def function_environment(draft: Draft, facts: Facts) -> Iterator[Problem]:
