@@ -29,6 +29,7 @@ ODD = {
     "interrupt": "KeyboardInterrupt",
     "exit": "SystemExit: 2",
     "generator": "returned a value of the type generator, which is none of: bool, int,",
+    "coroutine": "returned a coroutine that nothing has awaited: write the function as `async def`",
     "set": "returned a value of the type set, which is none of: bool, int,",
     "bytes": "returned a value of the type bytes, which is none of: bool, int,",
     "complex": "returned a value of the type complex, which is none of: bool, int,",

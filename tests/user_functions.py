@@ -160,6 +160,8 @@ def odd(text):
             raise SystemExit(2)
         case "stop":
             raise StopIteration
+        case "coroutine":
+            return odd_async("a")
         case "generator":
             return (x for x in "ab")
         case "set":

@@ -182,6 +182,9 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if hasattr(value, "tolist"):
         return plain(value.tolist())
+    if inspect.iscoroutine(value):
+        value.close()
+        raise NotPlain("a coroutine that nothing has awaited: write the function as `async def`, and await it there")
     convert = (
         "float(...)" if hasattr(value, "__float__") else "list(...)" if isinstance(value, Iterable) else "str(...)"
     )
