@@ -47,6 +47,7 @@ def function_arguments(draft: Draft, facts: Facts) -> Iterator[Problem]:
         yield from _needed(draft, name, call, signature)
         yield from _unknown(draft, name, call, signature)
         yield from _mistyped(draft, name, call)
+        yield from _pattern(draft, name, call)
         if call.over != signature.over and not (call.over == "group" and _of_groups(draft, call)):
             text = f"{call.fn!r} works over a {signature.over}, not over a {call.over}"
             yield draft.problem(f"$.calls.{name}.over", text, f"write `over: {signature.over}`")
@@ -95,6 +96,15 @@ def _mistyped(draft: Draft, name: str, call: Function) -> Iterator[Problem]:
             text = f"{call.fn!r} takes {'numbers' if numbers else 'a text'} as {keyword!r}, and {key!r} is {found}"
             hint = "change its type where it is declared, or take a function of your own"
             yield draft.problem(f"$.calls.{name}.{place}", text, hint)
+
+
+def _pattern(draft: Draft, name: str, call: Function) -> Iterator[Problem]:
+    pattern = call.args.get("pattern", "")
+    try:
+        re.compile(pattern if call.fn == "format_match" else "")
+    except (re.error, TypeError) as error:
+        text = f"{pattern!r} is no regular expression: {error}"
+        yield draft.problem(f"$.calls.{name}.args.pattern", text, "write one of Python's `re`, in single quotes")
 
 
 def function_environment(draft: Draft, facts: Facts) -> Iterator[Problem]:
