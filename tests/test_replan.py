@@ -9,7 +9,7 @@ import pytest
 
 from realgraph.commands.run import RunOptions, open_run
 from realgraph.graphs.errors import ConfigError
-from realgraph.run.ending import step_records
+from realgraph.run.ending import records_of
 from realgraph.run.resume import ResumeOptions, prepare_resume
 from tests.runs import GRPO, finish, home, numbers, records, write_run
 
@@ -126,10 +126,10 @@ def test_a_line_that_is_no_record_does_not_stop_a_run_at_its_end(
 ) -> None:
     folder = begun(whole, tmp_path / "run")
     shutil.copy(whole / "metrics.jsonl", folder)
-    n_steps = len(step_records(prepare_resume(folder, [])))
+    n_steps = len(records_of(prepare_resume(folder, [])))
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(bytes(8) + b"\n")
-    assert len(step_records(prepare_resume(folder, []))) == n_steps > 0
+    assert len(records_of(prepare_resume(folder, []))) == n_steps > 0
     assert "no record of a run, left out" in capsys.readouterr().err
 
 

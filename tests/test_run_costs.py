@@ -11,13 +11,18 @@ from realgraph.commands.run import RunOptions, open_run
 from realgraph.graphs.errors import ConfigError
 from realgraph.plan.command import plan_command
 from realgraph.plan.options import PlanOptions
+from realgraph.plan.view.measured import read_run
 from realgraph.planner.plan.codec import plan_to_json
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.request.cost_table import CostTable, PhaseFactor, costs_to_json
+from realgraph.run.ending import next_lines
 from realgraph.run.running import PreparedRun, prepare
 from realgraph.runtime.job.run_folder import RunFolder
-from realgraph.runtime.master.observer import StepRecord
+from realgraph.runtime.master.master import RunOutcome
+from realgraph.runtime.master.observer import PlannedSeconds, RunStarted, StepRecord
 from realgraph.runtime.master.records import MetricsFile
+from realgraph.runtime.master.step_metrics import planned_of
+from realgraph.runtime.wire.protocol import PEAK_BYTES
 
 BRIEF = PlanOptions(brief=True)
 RUN = """
@@ -134,6 +139,25 @@ def test_a_plan_for_a_run_is_made_with_the_costs_that_it_measured(
     assert by_run.period_seconds == pytest.approx(3 * plain.period_seconds, rel=0.1)
     assert f"costs measured by the run in {root}" in said
     assert "predicted against measured" in said and "no measured costs" not in said
+
+
+def test_steps_under_another_plan_and_those_that_warm_up_after_a_resume_do_not_count(run_file: Path) -> None:
+    """In the last lines of a run as in `plan --run`: their predictions are of the present plan."""
+    prepared = prepare(run_file, [f"outputs.dir={run_file.parent / 'run'}"], None)
+    now, before = planned_of(prepared.job), PlannedSeconds(7.0)
+    metrics = MetricsFile(prepared.folder.metrics)
+    for first, by in ((0, before), (3, now), (6, now)):
+        metrics.observe(RunStarted("run", "grpo", 9, first, "", (), planned=by))
+        for step in range(first, first + 3):
+            seconds = (100.0 if step == first else 9.0) if by == before else (50.0 if step == first else 4.0)
+            peak = {f"train/{PEAK_BYTES}": 9e9 if by == before else 2e9, "train/seconds": seconds / 2}
+            metrics.observe(StepRecord(step, seconds, peak))
+    metrics.close()
+    lines = list(next_lines(RunOutcome(9, "finished", saved=run_file.parent), prepared))
+    assert lines[0].startswith("  most memory: train 2.0 GB (")
+    assert lines[1].startswith("  median time: a whole step 4.00 s (") and ", train 2.00 s (" in lines[1]
+    prepared.folder.plan.write_text(plan_to_json(prepared.job.plan))
+    assert [step.step for step in read_run(prepared.folder.root).steps] == [4, 5, 7, 8]
 
 
 def test_given_costs_go_before_those_of_the_run(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

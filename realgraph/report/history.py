@@ -1,13 +1,15 @@
 """A run as its directory has it: its job, the records that count, samples as text, and the slices of its trace."""
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, reason
-from realgraph.plan.view.measured import RunRead, counting_steps, read_records
+from realgraph.plan.view.measured import RunRead, read_records
+from realgraph.run.costs_record import counting_steps, planned_starts
 from realgraph.run.resume import read_job, run_at
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.run_folder import RunFolder
@@ -33,13 +35,14 @@ class Slice(Struct, frozen=True):
 
 class RunHistory(Struct, frozen=True):
     """A run as its files have it. steps, evaluations: by step, the last record of each; steady: the steps that count
-    where seconds are compared."""
+    where seconds are compared; planned: all that ran by the present plan."""
 
     folder: RunFolder
     job: Job
     starts: tuple[RunStarted, ...]
     steps: tuple[StepRecord, ...]
     steady: tuple[StepRecord, ...]
+    planned: tuple[StepRecord, ...]
     evaluations: tuple[EvalRecord, ...]
     checkpoints: tuple[CheckpointRecord, ...]
     end: RunEnded | None  # None: it runs, or was killed
@@ -87,6 +90,7 @@ def read_history(root: Path) -> RunHistory:
         starts=tuple(record for record in records if isinstance(record, RunStarted)),
         steps=tuple(steps[step] for step in sorted(steps)),
         steady=counting_steps(records),
+        planned=tuple(chain.from_iterable(planned_starts(records))),
         evaluations=tuple(evaluations[step] for step in sorted(evaluations)),
         checkpoints=tuple(record for record in records if isinstance(record, CheckpointRecord)),
         end=last if isinstance(last, RunEnded) else None,

@@ -125,7 +125,7 @@ def _memory(history: RunHistory) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for call, allocation in history.job.plan.allocations.items():
         name = f"{call}/{PEAK_BYTES}"
-        most = max((step.metrics[name] for step in history.steps if name in step.metrics), default=0.0)
+        most = max((step.metrics[name] for step in history.planned if name in step.metrics), default=0.0)
         if most:
             share = percent_text(most / allocation.peak_bytes) if allocation.peak_bytes else ""
             rows.append((call, bytes_text(most), bytes_text(allocation.peak_bytes), share))

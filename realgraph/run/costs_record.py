@@ -33,6 +33,7 @@ from realgraph.runtime.master.observer import (
     CheckpointRecord,
     EvalRecord,
     Note,
+    PlannedSeconds,
     RunEnded,
     RunRecord,
     RunStarted,
@@ -258,6 +259,33 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 def steady(steps: Sequence[T]) -> Sequence[T]:
     """The steps of one start of a run that count: without those that warm up."""
     return steps[WARM_UP_STEPS:] if len(steps) > 3 * WARM_UP_STEPS else steps[1:]
+
+
+def planned_starts(records: Iterable[RunRecord]) -> Sequence[Sequence[StepRecord]]:
+    """The steps of each start of a run, of those starts that had the plan of the last one: others have other
+    predictions, layouts and machines."""
+    starts: list[tuple[PlannedSeconds, list[StepRecord]]] = [(PlannedSeconds(), [])]
+    for record in records:
+        match record:
+            case RunStarted(planned=planned):
+                starts.append((planned, []))
+            case StepRecord():
+                starts[-1][1].append(record)
+            case Span() | EvalRecord() | Transcript() | CheckpointRecord() | Note() | RunEnded():
+                pass
+            case _:
+                assert_never(record)
+    return [steps for planned, steps in starts if planned == starts[-1][0]]
+
+
+def counting_steps(records: Iterable[RunRecord]) -> tuple[StepRecord, ...]:
+    """The steps that count, of what each start of the run by its present plan ran; the last record of a step that was
+    run again."""
+    last: dict[int, StepRecord | None] = {}
+    for steps in planned_starts(records):
+        last |= {record.step: None for record in steps}
+        last |= {record.step: record for record in steady(steps)}
+    return tuple(record for record in last.values() if record is not None)
 
 
 def with_lengths(request: PlanRequest, steps: Sequence[StepRecord]) -> PlanRequest:

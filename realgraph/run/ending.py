@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from statistics import median
 
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from realgraph.graphs.spec import Generate, Train
 from realgraph.planner.feasibility.diagnose import shown_bytes
 from realgraph.planner.report.format import WHOLE_STEP, seconds_text
-from realgraph.run.costs_record import steady
+from realgraph.run.costs_record import counting_steps, planned_starts
 from realgraph.run.rollout_alone import measured_lines
 from realgraph.run.running import PreparedRun
 from realgraph.runtime.master.master import RunOutcome
@@ -25,10 +26,11 @@ def next_lines(outcome: RunOutcome, prepared: PreparedRun) -> Iterator[str]:
     calls = job.graph.calls.values()
     if not job.steps:
         return
-    steps = step_records(prepared)
+    records = records_of(prepared)
+    steps = [*chain.from_iterable(planned_starts(records))]
     if outcome.ok:
         yield from memory_lines(prepared, steps)
-        yield from seconds_lines(planned_of(job), steady(steps))
+        yield from seconds_lines(planned_of(job), counting_steps(records))
     if job.rollout_alone:
         yield from measured_lines(job.graph, steps)
         yield f"  by step: {prepared.folder.metrics}"
@@ -50,24 +52,21 @@ def next_lines(outcome: RunOutcome, prepared: PreparedRun) -> Iterator[str]:
         yield f'  try it: realgraph generate {place} "..."'
 
 
-def step_records(prepared: PreparedRun) -> list[StepRecord]:
-    """The steps that the run has on record. A line that is no record, such as after a power failure, is a warning."""
-    file, steps = prepared.folder.metrics, list[StepRecord]()
+def records_of(prepared: PreparedRun) -> list[RunRecord]:
+    """All that the run has on record. A line that is no record, such as after a power failure, is a warning."""
+    file, records = prepared.folder.metrics, list[RunRecord]()
     if not file.exists():
-        return steps
+        return records
     decode = msgspec.json.Decoder(RunRecord).decode
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n"):
                 break  # a full disk has cut it off
             try:
-                record = decode(line)
+                records.append(decode(line))
             except msgspec.MsgspecError as error:
                 say(f"warning: {file}:{number}: no record of a run, left out: {error}", err=True)
-                continue
-            if isinstance(record, StepRecord):
-                steps.append(record)
-    return steps
+    return records
 
 
 def memory_lines(prepared: PreparedRun, steps: Sequence[StepRecord]) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median, quantiles
-from typing import assert_never
 
 import msgspec
 
@@ -13,19 +12,9 @@ from realgraph.planner.plan.codec import plan_from_json
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.report.content import MeasuredSeconds
 from realgraph.planner.report.format import WHOLE_STEP
-from realgraph.run.costs_record import steady
+from realgraph.run.costs_record import counting_steps
 from realgraph.runtime.job.run_folder import RunFolder
-from realgraph.runtime.master.observer import (
-    CheckpointRecord,
-    EvalRecord,
-    Note,
-    RunEnded,
-    RunRecord,
-    RunStarted,
-    Span,
-    StepRecord,
-    Transcript,
-)
+from realgraph.runtime.master.observer import RunRecord, StepRecord
 from realgraph.runtime.master.step_metrics import planned_seconds
 
 
@@ -87,23 +76,3 @@ def read_records(file: Path) -> list[RunRecord]:
             except msgspec.MsgspecError as error:
                 raise ConfigError([Problem(Where(str(file), number), f"no record of a run: {error}")]) from error
     return records
-
-
-def counting_steps(records: Sequence[RunRecord]) -> tuple[StepRecord, ...]:
-    """The steps that count, of what each start of the run ran; the last record of a step that was run again."""
-    starts: list[list[StepRecord]] = [[]]
-    for record in records:
-        match record:
-            case RunStarted():
-                starts.append([])
-            case StepRecord():
-                starts[-1].append(record)
-            case Span() | EvalRecord() | Transcript() | CheckpointRecord() | Note() | RunEnded():
-                pass
-            case _:
-                assert_never(record)
-    last: dict[int, StepRecord | None] = {}
-    for steps in starts:
-        last |= {record.step: None for record in steps}
-        last |= {record.step: record for record in steady(steps)}
-    return tuple(record for record in last.values() if record is not None)
