@@ -1,6 +1,7 @@
 """`realgraph generate`: prompts that can't be answered, chats as in the run, ends of the model's generation config."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +123,17 @@ def test_every_end_of_the_generation_config_ends_an_answer(tmp_path: Path) -> No
         file.write_text(json.dumps({"eos_token_id": ends}))
         found = answers(tmp_path, ["hello"], SamplingRequest(n=8, temperature=1.0, max_new_tokens=20))
         assert all(text in single for _, text in found) == all_single
+
+
+def test_what_ends_samples_of_the_run_ends_an_answer(run: Path, tmp_path: Path) -> None:
+    """`stop` of the call that generates by the model's role, though it is not the leading one."""
+    request = SamplingRequest(n=8, temperature=1.0, max_new_tokens=20)
+    before = [text for _, text in answers(model(run), ["hello"], request)]
+    letter = max("".join(before), key="".join(before).count)
+    shutil.copytree(run, tmp_path / "run")
+    calls = {"first": {"kind": "generate", "model": "pro", "stop": ["x"]}}
+    calls["later"] = {"kind": "generate", "model": "actor", "stop": [letter]}
+    job = {"data": {}, "graph": {"calls": calls, "leading": "first"}}
+    (tmp_path / "run/job.json").write_text(json.dumps(job))
+    plain = [text for _, text in answers(model(tmp_path / "run"), ["hello"], request)]
+    assert any(letter in text for text in plain) and all(letter not in text[:-1] for text in plain)

@@ -33,11 +33,18 @@ CONFIG = "config.json"
 class _AnyCall(Struct, frozen=True):
     kind: str
     model: str = ""
+    stop: tuple[str, ...] = ()
 
 
 class _Graph(Struct, frozen=True):
     calls: dict[str, _AnyCall] = field(default_factory=dict)
     leading: str = ""
+
+    @property
+    def generates(self) -> list[_AnyCall]:
+        """The calls that generate, the leading one first."""
+        calls = sorted(self.calls.items(), key=lambda item: item[0] != self.leading)
+        return [call for _, call in calls if call.kind == "generate"]
 
 
 class _Data(Struct, frozen=True):
@@ -152,10 +159,8 @@ def answering_roles(checkpoint: Path) -> list[str]:
     found = sorted(part.name for part in checkpoint.glob("*") if (part / CONFIG).is_file())
     run = RunFolder(checkpoint.resolve().parent.parent).job
     if len(found) > 1 and run.is_file():
-        graph = read_run(run).graph
-        calls = {name: call.model for name, call in graph.calls.items() if call.kind == "generate"}
-        leading = calls.get(graph.leading, "")
-        roles = [role for role in dict.fromkeys((leading, *calls.values())) if role in found]
+        calls = read_run(run).graph.generates
+        roles = [role for role in dict.fromkeys(call.model for call in calls) if role in found]
         if roles:
             return roles
     if "actor" in found or len(found) < 2:

@@ -1,6 +1,7 @@
 """`realgraph generate`: a trained model's answers to some prompts, in this process."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ def answers(folder: Path, prompts: Sequence[str], ask: SamplingRequest) -> list[
     import torch
 
     from realgraph.runtime.data.conversations import Conversations
-    from realgraph.runtime.data.stops import end_tokens
+    from realgraph.runtime.data.stops import asked_stops, end_tokens
     from realgraph.runtime.data.tokenize import load_tokenizer, prompt_tokens
     from realgraph.runtime.engine import Request
     from realgraph.runtime.generate.continuous_batch import ContinuousBatch
@@ -61,8 +62,9 @@ def answers(folder: Path, prompts: Sequence[str], ask: SamplingRequest) -> list[
     network = build(ModelRole(), str(folder), Start(device, dtype)).network
     positions, vocabulary = int(network.config.max_position_embeddings), int(network.config.vocab_size)
     _refuse_prompts((i, _unanswerable(tokens, positions, vocabulary)) for i, tokens in enumerate(cut))
-    engine = ContinuousBatch(network)
-    stops = end_tokens(tokenizer, folder, chats.template if chats.on else None)
+    engine = ContinuousBatch(network, decode=partial(tokenizer.decode, skip_special_tokens=True))
+    asked = asked_stops(stops_in(run_of(folder), folder.name), tokenizer, Where(str(folder)))
+    stops = asked.tokens | end_tokens(tokenizer, folder, chats.template if chats.on else None)
     requests = [
         Request(
             id=index,
@@ -71,6 +73,7 @@ def answers(folder: Path, prompts: Sequence[str], ask: SamplingRequest) -> list[
             seed=sample_seed(ask.seed, index),
             temperature=ask.temperature,
             stop_tokens=stops,
+            stop_strings=asked.strings,
         )
         for index in range(len(prompts) * ask.n)
     ]
@@ -82,12 +85,22 @@ def answers(folder: Path, prompts: Sequence[str], ask: SamplingRequest) -> list[
     return [(prompts[index // ask.n], text) for index, text in sorted(texts.items())]
 
 
+def run_of(folder: Path) -> RunOfModel:
+    """The run that a model is a checkpoint of; one that says nothing where it is none. Raises ConfigError."""
+    roots = [parent.parent for parent in folder.parents if parent.name == "checkpoints"]
+    job = next((job for root in roots if (job := RunFolder(root).job).is_file()), None)
+    return read_run(job) if job is not None else RunOfModel()
+
+
+def stops_in(run: RunOfModel, role: str) -> tuple[str, ...]:
+    """The texts that ended the samples of a role's first generate call."""
+    return next((call.stop for call in run.graph.generates if call.model == role), ())
+
+
 def chat_settings(folder: Path, ask: SamplingRequest, has_template: bool) -> DataSpec:
     """The rendering of prompts: as in the run that the model is a checkpoint of, if it is one, but for what was asked
     otherwise. Raises ConfigError."""
-    roots = [parent.parent for parent in folder.parents if parent.name == "checkpoints"]
-    run = next((job for root in roots if (job := RunFolder(root).job).is_file()), None)
-    had = (read_run(run) if run is not None else RunOfModel()).data
+    had = run_of(folder).data
     args = {**had.template_args, **_named(ask.template_args)}
     chat = ask.chat and has_template and had.chat is not False
     if not chat:
