@@ -94,6 +94,14 @@ def test_parameters_of_a_resolved_run_file_are_no_way_to_change_it(place: Path) 
     assert warning.where.path == "$.params.lr" and "calls.train.lr is 1e-05" in warning.text
 
 
+def test_defaults_of_a_resolved_run_file_are_no_mistake_until_they_are_asked_for(place: Path) -> None:
+    file = place / "config.yaml"
+    file.write_text(resolved_text(check_run(place / "run.yaml", ["calls.train.minibatches=2"]).composed))
+    assert check_run(file).warnings == ()
+    (warning,) = check_run(file, ["params.minibatches=1"]).warnings
+    assert warning.where.path == "$.params.minibatches" and "calls.train.minibatches is 2" in warning.text
+
+
 def test_trackers_that_are_not_installed_are_named_with_what_installs_them(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

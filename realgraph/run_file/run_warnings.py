@@ -11,7 +11,7 @@ from realgraph.graphs.functions import scoring_call
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import Advantage, Function, Inference, Train, role_of
 from realgraph.graphs.steps import Overlong
-from realgraph.graphs.yaml.document import Document
+from realgraph.graphs.yaml.document import COMMAND_LINE, Document
 from realgraph.graphs.yaml.load import Resolved
 from realgraph.graphs.yaml.merge import walk
 from realgraph.run_file.rollout_checks import Mistake
@@ -55,7 +55,9 @@ def unread_params(graph: Document, resolved: Resolved) -> Iterator[Mistake]:
             referring.setdefault(name, []).append(path)
     for name, paths in referring.items():
         param, left = f"$.params.{name}", [path for path in paths if path in final]
-        if name in kept or resolved.document.where(param) == graph.where(param):  # the graph's own default
+        written = resolved.document.where(param)
+        default = final.get(param) == defaults.get(param)  # the graph's own, which the resolved file of a run has, too
+        if name in kept or written == graph.where(param) or (default and written.file != COMMAND_LINE):
             continue
         other = next((path for path in left if final[path] != final.get(param)), "")
         if other:
@@ -63,7 +65,7 @@ def unread_params(graph: Document, resolved: Resolved) -> Iterator[Mistake]:
             where = f"{place.file}:{place.line}" if place.line else place.file
             text = f"nothing follows it: {other[2:]} is {value} ({where}), in the place of ${{params.{name}}}"
             yield param, text, f"change {other[2:]} instead, or leave it out there"
-        elif not left and final.get(param) != defaults.get(param):
+        elif not left:
             text = f"nothing follows it: {paths[0][2:]}, which refers to it in the graph, is left out"
             yield param, text, "leave it out, too"
 
