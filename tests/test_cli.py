@@ -145,7 +145,10 @@ def test_schemas_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert typed("schema", "--out-dir", str(tmp_path), monkeypatch=monkeypatch) == 0
     assert json.loads((tmp_path / "realgraph.schema.json").read_text())["title"] == "A realgraph run file"
     assert (tmp_path / "reference.md").read_text().startswith("# YAML reference")
-    assert typed("schema", "--out-dir", str(tmp_path / "none"), monkeypatch=monkeypatch) == 2
+    assert typed("schema", "--out-dir", str(tmp_path / "new" / "folder"), monkeypatch=monkeypatch) == 0
+    assert (tmp_path / "new" / "folder" / "graph.schema.json").exists()
+    for place in ("reference.md", "reference.md/below"):
+        assert typed("schema", "--out-dir", str(tmp_path / place), monkeypatch=monkeypatch) == 2
 
 
 def test_a_working_directory_that_is_gone_is_a_message(

@@ -253,9 +253,10 @@ def test_mistakes_on_the_command_line(tmp_path: Path) -> None:
         ("--hosts", "2"): "--hosts and --listen go together",
         ("--listen", "127.0.0.1:7000"): "--hosts and --listen go together",
         ("--slurm", "--hosts", "2"): "the hosts are those of the allocation",
-        ("--slurm",): "this shell is in no allocation of Slurm",
+        ("--slurm",): "command line: --slurm: this shell is in no allocation of Slurm",
+        ("--hosts", "2", "--listen", "here"): "command line: --listen: 'here' is no address",
         ("--hosts", "2", "--listen", "192.0.2.77:7000"): "this host can't listen on 192.0.2.77:7000",
-        ("--interface", "nope"): "no network interface 'nope'",
+        ("--interface", "nope"): "command line: --interface: this host has no network interface 'nope'",
         ("--hosts", "2", "--listen", "8.8.8.8:7000"): "8.8.8.8 is a public address",
         ("--dir", str(tmp_path / "none")): f"there is no folder {tmp_path / 'none'}",
     }

@@ -108,6 +108,8 @@ def test_the_server_s_steps_take_the_place_of_the_engine_s(server: StandIn) -> N
 
 def test_what_can_t_be_measured_is_told(server: StandIn) -> None:
     assert "no SGLang server answers /get_model_info" in problem("http://127.0.0.1:9")
+    for url in ("server", "127.0.0.1:30000", "file:///etc"):
+        assert f"command line: --sglang: {url!r} is no address of a server" in problem(url)
     server.args = {"tp_size": "two"}
     assert "/get_server_info answered something else" in problem(server.url)
     server.args = {"max_req_input_len": 100}

@@ -10,9 +10,11 @@ from functools import partial
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from realgraph.doctor.tables import show
 from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.yaml.document import COMMAND_LINE
 from realgraph.runtime.doctor.checks import findings
 from realgraph.runtime.doctor.facts import DoctorReport
 from realgraph.runtime.doctor.probes import look, look_at_network, outward_address
@@ -48,7 +50,10 @@ def doctor_command(request: DoctorRequest) -> None:
         raise _mistake("--hosts", "--hosts and --listen go together", hint)
     if not request.folder.is_dir():
         raise _mistake("--dir", f"there is no folder {request.folder}", "make it, or name the one for run directories")
-    report = _over_hosts(request) if request.slurm or request.listen else _here(request)
+    try:
+        report = _over_hosts(request) if request.slurm or request.listen else _here(request)
+    except ConfigError as error:
+        raise ConfigError(_at_option(problem, request) for problem in error.problems) from error
     if request.as_json:
         say_json(report)
     else:
@@ -97,7 +102,7 @@ def _over_hosts(request: DoctorRequest) -> DoctorReport:
             starter, key_file = agents_by_srun(nodes, Path(own) / "srun.log", tell), Path(own) / KEY_FILE
         else:
             assert request.n_hosts is not None
-            (address, port), nodes = split_address(request.listen), request.n_hosts
+            (address, port), nodes = split_address(request.listen, "--listen"), request.n_hosts
             starter, key_file = StartedByHand(tell, "to check"), request.folder.absolute() / KEY_FILE
         check_listen(JoinTerms(address, port, trusted_network=request.trusted_network), "--listen")
         terms = Terms(nodes, address, port, key_file, request.join_seconds, interface, request.trusted_network)
@@ -116,5 +121,12 @@ def _has(*modules: str) -> bool:
     return all(importlib.util.find_spec(module) is not None for module in modules)
 
 
+def _at_option(problem: Problem, request: DoctorRequest) -> Problem:
+    """The same problem at the option that stands here for a setting of a run file."""
+    options = {"$.launch": "--slurm" if request.slurm else "--hosts", "$.launch.interface": "--interface"}
+    option = options.get(problem.where.path)
+    return replace(problem, where=Where(COMMAND_LINE, path=option)) if option is not None else problem
+
+
 def _mistake(path: str, text: str, hint: str) -> ConfigError:
-    return ConfigError([Problem(Where("command line", path=path), text, hint, "doctor")])
+    return ConfigError([Problem(Where(COMMAND_LINE, path=path), text, hint, "doctor")])

@@ -11,12 +11,14 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from http import HTTPStatus
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import ModelRole
+from realgraph.graphs.yaml.document import COMMAND_LINE
 from realgraph.planner.costs.backend import Backend
 from realgraph.planner.costs.calibrate.calibrate import Point, fit_costs
 from realgraph.planner.costs.calibrate.fit_profile import DECODING_FACTORS, Stage
@@ -95,7 +97,10 @@ def sglang_costs(costs: EfficiencyFactors, server: SGLangServer, cluster: Cluste
 
 def open_server(url: str) -> SGLangServer:
     """Ask the server what it runs. Raises ConfigError where it can't be reached, or can't be priced."""
-    base = url.rstrip("/")
+    base, parts = url.rstrip("/"), urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        where = Where(COMMAND_LINE, path="--sglang")
+        raise ConfigError([Problem(where, f"{url!r} is no address of a server", "such as http://127.0.0.1:30000")])
     info, args = _ask(base, "/get_model_info", ModelInfo), _ask(base, "/get_server_info", ServerInfo)
     model = load_model_spec(info.model_path, Where(base), hub_cache_folder(variables()))
     if (args.pp_size or 1) > 1 or (args.dp_size or 1) > 1:

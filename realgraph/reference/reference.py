@@ -28,7 +28,7 @@ from realgraph.run_file.run_spec import RunSpec
 from realgraph.runtime.job.job import BatchSpec, CheckpointSpec, DataSpec, EvalSpec, OutputSpec, RuntimeSpec
 from realgraph.runtime.job.launch import HostsLaunch, LocalLaunch, RayLaunch, SlurmLaunch
 from realgraph.runtime.job.rollout import RolloutSpec
-from realgraph.screen.files import write
+from realgraph.screen.files import make_folder, write
 from realgraph.screen.output import say
 
 REFERENCE, RUN_SCHEMA, GRAPH_SCHEMA = "reference.md", "realgraph.schema.json", "graph.schema.json"
@@ -98,7 +98,9 @@ Written by `realgraph schema` from the types that the loader uses; do not edit. 
 
 
 def schema_command(out_dir: Path) -> None:
-    """Write the reference and the schemas. Raises ConfigError where the folder can't be written to."""
+    """Write the reference and the schemas, into a new folder where there is none. Raises ConfigError where the folder
+    can't be written to."""
+    make_folder(out_dir)
     for name, text in generated_files().items():
         write(out_dir / name, text)
         say(f"wrote {out_dir / name}")

@@ -27,6 +27,15 @@ def write(out: Path, text: str) -> None:
         raise _unwritable(out, (error.strerror or str(error)).lower()) from error
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder that the user named, where it is not there. Raises ConfigError where that can't be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        text = f"the folder can't be made: {(error.strerror or str(error)).lower()}"
+        raise ConfigError([Problem(Where(str(folder)), text, "name a folder that is yours", "out")]) from error
+
+
 def _unwritable(out: Path, why: str) -> ConfigError:
     hint = "name a file in a directory that exists and is yours"
     return ConfigError([Problem(Where(str(out)), f"can't be written: {why}", hint, "out")])

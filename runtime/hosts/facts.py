@@ -16,12 +16,13 @@ from realgraph.runtime.processes.host_id import host_id
 _PACKAGES = ("realgraph", "torch", "transformers", "safetensors", "pyzmq", "msgspec")
 
 
-def split_address(text: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT`, an IPv4 address or a name. Raises ConfigError."""
+def split_address(text: str, option: str = "--connect") -> tuple[str, int]:
+    """Host and port of `HOST:PORT`, an IPv4 address or a name. option: that it was given by. Raises ConfigError."""
     host, _, port = text.rpartition(":")
     if not host or ":" in host or not port.isdigit() or not 0 < int(port) < 65536:
-        hint = "HOST:PORT, such as 10.0.0.1:7000, as the run that waits for this host prints it"
-        raise ConfigError([Problem(Where("command line", path="--connect"), f"{text!r} is no address", hint, "launch")])
+        printed = ", as the run that waits for this host prints it" if option == "--connect" else ""
+        hint = f"HOST:PORT, such as 10.0.0.1:7000{printed}"
+        raise ConfigError([Problem(Where("command line", path=option), f"{text!r} is no address", hint, "launch")])
     return host, int(port)
 
 
