@@ -68,7 +68,7 @@ def run(
     ] = False,
     new_data: Annotated[
         bool,
-        typer.Option("--new-data", help="With --resume: accept data files that have changed since the run started."),
+        typer.Option("--new-data", help="With --resume: accept data, and frozen models, that have changed since."),
     ] = False,
     replan: Annotated[
         bool, typer.Option("--replan", help="With --resume: search for a new plan, such as for other devices.")

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from realgraph.commands.eval import model_folder
+from realgraph.commands.eval import for_evaluation, model_folder
 from realgraph.commands.run import RunOptions, open_run
 from realgraph.graphs.errors import ConfigError
 from realgraph.planner.inputs.detect import Probe
 from realgraph.run import resume
 from realgraph.run.costs_record import CostsFile, Planned
 from realgraph.run.resume import CHANGEABLE, ResumeOptions, prepare_resume, resumed
-from realgraph.run.running import PreparedRun, claim
+from realgraph.run.running import PreparedRun, claim, prepare
 from realgraph.runtime.data.data import DataSet, tokenizer_source
 from realgraph.runtime.data.tokenize import load_tokenizer
 from realgraph.runtime.job.manifest import MANIFEST
@@ -257,6 +257,35 @@ def test_data_that_have_changed_are_refused_with_the_file(whole: Path, tmp_path:
             prepare_resume(folder, [])
         file.write_text(content)
     prepare_resume(folder, [])
+
+
+def test_a_frozen_model_that_has_changed_is_refused_with_the_file(whole: Path, tmp_path: Path) -> None:
+    """No checkpoint has its weights: the reference of what goes on would be another."""
+    copy_home(whole.parent, tmp_path / "home")
+    folder, weights = tmp_path / "home/whole", tmp_path / "home/model/model.safetensors"
+    for name in ("config.yaml", "job.json"):  # as if it had been begun here
+        text = (folder / name).read_text()
+        (folder / name).write_text(text.replace(str(whole.parent), str(tmp_path / "home")))
+    prepare_resume(folder, [])
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ConfigError) as refused:
+        prepare_resume(folder, [])
+    (problem,) = refused.value.problems
+    assert problem.where.path == "$.models.ref.path" and "--new-data" in problem.hint
+    assert f"{weights} of the frozen model 'ref' has changed since the run began: it has other bytes" in problem.text
+    accepted = prepare_resume(folder, [], ResumeOptions(new_data=True))
+    assert accepted.job.frozen_sums["ref"].keys() == {str(weights)}
+
+
+def test_an_evaluation_of_a_run_that_was_moved_lies_next_to_it(whole: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(whole, moved, symlinks=True)
+    config = moved / "config.yaml"
+    prepared = for_evaluation(prepare(config, [], None), moved)
+    assert prepared.folder.root == tmp_path / "moved-eval"
+    named = for_evaluation(prepare(config, [f"outputs.dir={tmp_path}/other"], None), moved)
+    assert named.folder.root == tmp_path / "other-eval"
 
 
 @pytest.mark.parametrize("machine", [Probe(1, 10**9), Probe(64, 10**12)], ids=["smaller", "larger"])

@@ -35,14 +35,15 @@ from realgraph.runtime.processes.environment import variables
 CHANGEABLE = ("name", "steps", "eval", "checkpoint", "outputs", "runtime")
 BY_PLAN = ("plan", "cluster")
 _BY_PLAN_HINT = "add --replan, or --plan PLAN, to go on under another plan: losses are equal to rounding then"
-APART = ("run_dir", "data_sums", "eval_sums", "gives_up_caches", "search")  # may differ, or are compared by themselves
+# These may differ, or are compared by themselves.
+APART = ("run_dir", "data_sums", "eval_sums", "frozen_sums", "gives_up_caches", "search")
 AS_WRITTEN = ("data", "batch", "rollout", "params")  # sections of the run file that a job has as they are
 
 
 class ResumeOptions(Struct, frozen=True):
     """Options of going on, beside overrides."""
 
-    new_data: bool = False  # data files may differ from those at the start
+    new_data: bool = False  # data files and frozen models may differ from those at the start
     plan_file: Path | None = None  # go on under this plan
     replan: bool = False  # go on under a plan that is searched anew
     costs_file: Path | None = None  # measured costs for another plan
@@ -246,17 +247,25 @@ def _first_difference(before: object, after: object, path: str) -> str:
 
 
 def _refuse_data(old: Job, new: Job, checked: Checked) -> None:
-    """Raises ConfigError for data files that have changed; held-out ones where the run names the same as before."""
+    """Raises ConfigError for data files that have changed; held-out ones where the run names the same as before; and
+    for frozen models that have."""
     problems = [*_changed(old.data_sums, new.data_sums, checked.where("$.data.path"))]
     if old.held_out == new.held_out:
         problems += _changed(old.eval_sums, new.eval_sums, checked.where("$.eval.data.path"))
+    for role in old.frozen_sums.keys() & new.frozen_sums.keys():
+        what = f"of the frozen model {role!r} "
+        where = checked.where(f"$.models.{role}.path")
+        problems += _changed(old.frozen_sums[role], new.frozen_sums[role], where, what, "losses")
     if problems:
         raise ConfigError(problems)
 
 
-def _changed(before: Mapping[str, FileSum], now: Mapping[str, FileSum], where: Where) -> Iterator[Problem]:
+def _changed(
+    before: Mapping[str, FileSum], now: Mapping[str, FileSum], where: Where, whose: str = "", follow: str = "samples"
+) -> Iterator[Problem]:
+    """A problem for each file that is not what it was. whose: says what it belongs to; follow: what depends on it."""
     for file, how in differences(before, now):
-        text = f"{file} has changed since the run began: it {how}, and other samples would follow"
+        text = f"{file} {whose}has changed since the run began: it {how}, and other {follow} would follow"
         yield Problem(where, text, "put the file back, or go on with it as it is now: --new-data", "data")
 
 

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.yaml.document import COMMAND_LINE
 from realgraph.planner.plan.codec import plan_to_json
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.request.cost_table import CostTable, load_costs
@@ -20,7 +21,8 @@ from realgraph.run.requests import RequestOptions, request_for
 from realgraph.run_file.compose import Checked, check_run
 from realgraph.run_file.function_variables import refuse_unset
 from realgraph.run_file.resolved import resolved_text
-from realgraph.runtime.data.sums import sums_of
+from realgraph.run_file.user_code import run_directory
+from realgraph.runtime.data.sums import sums_of, sums_of_frozen
 from realgraph.runtime.job.evaluations import eval_on_mistake
 from realgraph.runtime.job.job import Job, SearchSpec
 from realgraph.runtime.job.run_folder import RunFolder, exclusive, write_atomic
@@ -131,16 +133,25 @@ def job_of(checked: Checked, request: PlanRequest, plan: Plan, folder: RunFolder
 
 
 def beside(prepared: PreparedRun, job: Job, what: str) -> PreparedRun:
-    """The run with another job, in a directory of its own next to it: `<run>-<what>`, or `<run>-<what>-2`, ..."""
-    first = prepared.folder.root.with_name(f"{prepared.folder.root.name}-{what}")
+    """The run with another job, in a directory of its own next to it: `<run>-<what>`, or `<run>-<what>-2`, ...
+
+    A run directory may have been moved since its run file was written: next to it is where it lies now.
+    """
+    root, named = prepared.folder.root, prepared.checked.where("$.outputs.dir").file == COMMAND_LINE
+    if (moved := run_directory(prepared.checked.composed.file)) is not None and not named:
+        root = moved
+    first = root.with_name(f"{root.name}-{what}")
     others = (first.with_name(f"{first.name}-{number}") for number in count(2))
     own = RunFolder(next(path for path in chain([first], others) if not path.exists()))
     return msgspec.structs.replace(prepared, job=msgspec.structs.replace(job, run_dir=str(own.root)), folder=own)
 
 
 def with_sums(job: Job) -> Job:
-    """The job with the checksums of its data files, which are read for it. Raises ConfigError."""
-    return msgspec.structs.replace(job, data_sums=sums_of(job.data), eval_sums=sums_of(job.held_out))
+    """The job with the checksums of its data files and frozen models, which are read for it. Raises ConfigError."""
+    frozen = sums_of_frozen(job.graph)
+    return msgspec.structs.replace(
+        job, data_sums=sums_of(job.data), eval_sums=sums_of(job.held_out), frozen_sums=frozen
+    )
 
 
 def refuse_taken(prepared: PreparedRun) -> None:

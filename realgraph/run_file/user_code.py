@@ -36,14 +36,19 @@ class _Module(Struct, frozen=True):
     file: Path | None  # None where its text can't be read (a compiled or built-in one)
 
 
+def run_directory(file: Path) -> Path | None:
+    """The run directory whose own copy of its run file this is; None for any other file."""
+    folder = RunFolder(file.absolute().parent)
+    return folder.root if file.absolute() == folder.config and folder.job.is_file() else None
+
+
 def functions_folder(file: Path) -> Path:
     """The folder of a run file's functions: its own folder; of a run directory's copy, the folder it was made in."""
-    root = file.absolute().parent
-    job = RunFolder(root).job
-    if file.absolute() != RunFolder(root).config or not job.is_file():
-        return root
+    root = run_directory(file)
+    if root is None:
+        return file.absolute().parent
     try:
-        return Path(msgspec.json.decode(job.read_bytes(), type=_UserDir).user_dir or root)
+        return Path(msgspec.json.decode(RunFolder(root).job.read_bytes(), type=_UserDir).user_dir or root)
     except (OSError, msgspec.MsgspecError):
         return root  # whoever reads the job says what is wrong with it
 

@@ -203,6 +203,7 @@ class Job(Struct, frozen=True):
     search: SearchSpec | None = None  # what the plan was searched under
     data_sums: dict[str, FileSum] = field(default_factory=dict)  # local data file -> checksum at the start
     eval_sums: dict[str, FileSum] = field(default_factory=dict)  # the same of the held-out data
+    frozen_sums: dict[str, dict[str, FileSum]] = field(default_factory=dict)  # role -> the same of its weights' samples
 
     @property
     def held_out(self) -> DataSpec | None:
