@@ -160,6 +160,15 @@ def test_steps_under_another_plan_and_those_that_warm_up_after_a_resume_do_not_c
     assert [step.step for step in read_run(prepared.folder.root).steps] == [4, 5, 7, 8]
 
 
+def test_a_run_that_only_generates_says_how_to_go_on_where_it_was_stopped(run_file: Path) -> None:
+    prepared = prepare(run_file, ["graph=generate", "params=null", f"outputs.dir={run_file.parent / 'run'}"], None)
+    stopped = RunOutcome(2, "stopped", interrupted=True, saved=run_file.parent)
+    samples = f"  samples: {prepared.folder.samples}"
+    assert list(next_lines(stopped, prepared)) == [samples, f"  go on: realgraph run --resume {prepared.folder.root}"]
+    for other in (replace(stopped, saved=None), replace(stopped, steps=prepared.job.steps)):
+        assert list(next_lines(other, prepared)) == [samples]
+
+
 def test_given_costs_go_before_those_of_the_run(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = finished_run(run_file, 3.0)
     own = table(run_file.parent, 2.0)

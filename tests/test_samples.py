@@ -1,6 +1,7 @@
 """The samples of runs that only generate: a line has what every call wrote, on whatever devices the calls ran."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from realgraph.graphs.functions import GATHERED
 from realgraph.graphs.graph import Edge, Graph
 from realgraph.graphs.keys import KeyType
 from realgraph.runtime.job.samples import shown_name, with_gathering
+from realgraph.runtime.master.records import drop_repeated
 from tests.runs import finish, home, records, write_run
 from tests.strategies import Tree, spec_of, where
 
@@ -134,3 +136,31 @@ def test_lines_have_the_same_values_wherever_the_calls_run(home: Path) -> None:
         for line, same in zip(found[name], found["together"], strict=True):
             assert line | {"score": same["score"]} == same
             assert line["score"] == pytest.approx(same["score"], abs=1e-4)
+
+
+def test_lines_of_what_is_made_again_are_removed_and_all_others_stay(tmp_path: Path) -> None:
+    file = tmp_path / "worker-0.jsonl"
+    lines = [b'{"group":%d,"sample":%d}\n' % (group, sample) for group in (0, 2, 1, 4, 3) for sample in range(2)]
+    file.write_bytes(b"".join([*lines[:4], b"no line of ours\n", *lines[4:], b'{"group":0,"sam']))
+    file.chmod(0o600)
+    drop_repeated(file, 4, frozenset({1}))
+    kept = [*lines[:4], b"no line of ours\n", *lines[8:]]
+    assert file.read_bytes() == b"".join(kept) and file.stat().st_mode & 0o777 == 0o600
+    before = file.stat().st_ino
+    drop_repeated(file, 4, frozenset({1}))
+    assert file.stat().st_ino == before and list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_has_each_sample_once(home: Path) -> None:
+    """After a kill: steps 3 to 6 are made again, of which the files have lines."""
+    base = {"graph": "generate", "params": {"n": 2}, "steps": 6, "checkpoint": {"every": 2, "keep": 9}}
+    finish(home, "run", str(write_run(home, "generated", base)), name="generated")
+    samples, checkpoints = home / "generated/samples", home / "generated/checkpoints"
+    whole = {file.name: file.read_bytes() for file in samples.iterdir()}
+    for step in (4, 6):
+        shutil.rmtree(checkpoints / f"step-{step:06d}")
+    with (samples / "worker-1.jsonl").open("ab") as file:
+        file.write(b'{"group":')
+    finish(home, "run", "--resume", str(home / "generated"), name="generated")
+    assert {file.name: file.read_bytes() for file in samples.iterdir()} == whole

@@ -35,13 +35,15 @@ def next_lines(outcome: RunOutcome, prepared: PreparedRun) -> Iterator[str]:
         yield from measured_lines(job.graph, steps)
         yield f"  by step: {prepared.folder.metrics}"
         return
+    place = shlex.quote(str(root))
     if not any(isinstance(call, Train) for call in calls):
         yield f"  samples: {prepared.folder.samples}"
+        if outcome.saved is not None and outcome.steps < job.steps:
+            yield f"  go on: realgraph run --resume {place}"
         return
     if outcome.saved is None:
         yield "  nothing was saved"
         return
-    place = shlex.quote(str(root))
     yield f"  saved: {outcome.saved}"
     more = "" if outcome.steps < job.steps else f" steps={2 * job.steps}"
     if not more or all(call.optimizer.schedule == "constant" for call in calls if isinstance(call, Train)):

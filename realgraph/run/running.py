@@ -29,6 +29,7 @@ from realgraph.runtime.job.run_folder import RunFolder, exclusive, write_atomic
 from realgraph.runtime.job.samples import with_gathering
 from realgraph.runtime.master.checkpoint_folders import point_best, set_aside
 from realgraph.runtime.master.checkpoints import Damaged, read_state
+from realgraph.runtime.master.records import drop_repeated
 from realgraph.runtime.processes.environment import variables
 
 
@@ -173,7 +174,10 @@ def claim(prepared: PreparedRun) -> None:
     for checkpoint in prepared.damaged:
         set_aside(checkpoint.path)
     if prepared.resume is not None:
-        point_best(folder, read_state(prepared.resume).best_step)
+        state = read_state(prepared.resume)
+        point_best(folder, state.best_step)
+        for file in folder.samples.glob("worker-*.jsonl"):
+            drop_repeated(file, state.next_group, frozenset(state.open))
     write_atomic(folder.config, prepared.config.encode())
     write_atomic(folder.plan, plan_to_json(prepared.job.plan).encode())
     write_atomic(folder.job, msgspec.json.format(msgspec.json.encode(prepared.job)))

@@ -1,13 +1,14 @@
 """The files that every run writes: metrics.jsonl, transcripts.jsonl and trace.json (Chrome / Perfetto)."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import msgspec
+from msgspec import Struct
 
 from realgraph.runtime.job.rotation import older
-from realgraph.runtime.job.run_folder import private
+from realgraph.runtime.job.run_folder import fsync_path, private
 from realgraph.runtime.master.observer import (
     CheckpointRecord,
     EvalRecord,
@@ -128,6 +129,37 @@ class TranscriptsFile:
 
     def close(self) -> None:
         self._lines.close()
+
+
+class _OfGroup(Struct, frozen=True):
+    """The part of a sample's line that says whose it is."""
+
+    group: int
+
+
+def drop_repeated(file: Path, first: int, others: Collection[int]) -> None:
+    """Remove the lines of groups that a resumed run makes again from a file of samples, and what was cut off at its
+    end. first: of those groups, of which all later ones are; others: earlier ones. Raises OSError, with the file as it
+    was."""
+    decode = msgspec.json.Decoder(_OfGroup).decode
+
+    def counts(line: bytes) -> bool:
+        try:
+            return line.endswith(b"\n") and (group := decode(line).group) < first and group not in others
+        except msgspec.MsgspecError:
+            return True  # no line of ours
+
+    with file.open("rb") as lines:
+        if all(map(counts, lines)):
+            return
+        lines.seek(0)
+        partial = file.with_name(f".{file.name}.partial")
+        with open(partial, "wb", opener=private) as kept:
+            kept.writelines(line for line in lines if counts(line))
+            kept.flush()
+            os.fsync(kept.fileno())
+    os.replace(partial, file)
+    fsync_path(file.parent)
 
 
 class TraceFile:

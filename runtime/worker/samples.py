@@ -40,9 +40,9 @@ def open_lines(path: RunPath) -> Lines:
 class SamplesFile:
     """Writes groups as this worker's store holds them, just before they are forgotten.
 
-    A line has `group` (its number in the run: a resumed run writes what it repeats again), `sample` (its place in the
-    group, from 0), the prompt and the other values of the data row, the text, whether it ended by itself, the numbers
-    of prompt and new tokens, and what calls wrote, wherever they ran. Values per token stay out.
+    A line has `group` (its number in the run), `sample` (its place in the group, from 0), the prompt and the other
+    values of the data row, the text, whether it ended by itself, the numbers of prompt and new tokens, and what calls
+    wrote, wherever they ran. Values per token stay out. A resumed run has removed the lines of what it makes again.
     """
 
     def __init__(self, graph: Graph, store: Store, decode: Callable[[Sequence[int]], str], file: Lines) -> None:
