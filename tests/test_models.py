@@ -213,6 +213,17 @@ def test_a_score_head_that_nobody_trained_is_refused(folder: Path) -> None:
     build(ModelRole(head="score", trainable=True), str(folder), Start(CPU))
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_critic_is_no_language_model(tmp_path: Path, tied: bool) -> None:
+    """Though with a tied embedding it has all the weights of one."""
+    tiny.save(tmp_path / "model", tie_word_embeddings=tied)
+    role = ModelRole(trainable=True, head="value")
+    open_one(tmp_path / "model", role, optimizer=Optimizer()).save(tmp_path / "critic")
+    build(ModelRole(head="value"), str(tmp_path / "critic"), Start(CPU))
+    with pytest.raises(ConfigError, match="weights of a Qwen3ForSequenceClassification, such as a critic"):
+        build(ModelRole(), str(tmp_path / "critic"), Start(CPU))
+
+
 def test_the_generators_attention_is_put_back(tmp_path: Path) -> None:
     """A module shared with a generator may come back with another attention function set."""
     model = build(ModelRole(), str(tiny.save(tmp_path)), Start(CPU))

@@ -19,7 +19,7 @@ from realgraph.graphs.spec import ModelRole
 from realgraph.runtime.attention import attention
 from realgraph.runtime.attention.attention import PACKED
 from realgraph.runtime.attention.latent import put_latent_attention
-from realgraph.runtime.models.heads import HEAD, Head, network_class, prepare, without_head
+from realgraph.runtime.models.heads import CLASSIFIER, HEAD, Head, network_class, prepare, without_head
 from realgraph.runtime.models.models import PackedModel
 from realgraph.runtime.models.weights import own_part, read_config, read_into, refuse, resolve, whole_shapes
 from realgraph.runtime.parallel.experts.block import name_experts
@@ -61,6 +61,7 @@ def build(role: ModelRole, path: str, start: Start) -> PackedModel:
     """
     folder = resolve(path, role.revision)
     config = parse_config(folder)
+    refuse_foreign_head(config, role.head, folder)
     try:
         network = empty_network(config, role.head, start.dtype or DTYPES[role.dtype])
     except Exception as error:  # of sizes that don't fit each other torch and transformers raise anything
@@ -89,6 +90,17 @@ def parse_config(folder: Path) -> Any:
     if hasattr(config, "quantization_config"):
         delattr(config, "quantization_config")  # a model that is built here is not packed, nor what is saved of it
     return config
+
+
+def refuse_foreign_head(config: Any, head: Head, folder: Path) -> None:
+    """Refuse to generate by a critic or a reward model: with tied embeddings it would have a language model's head, and
+    say anything. Raises ConfigError."""
+    classifiers = [name for name in config.architectures or () if name.endswith(CLASSIFIER)]
+    if head == "lm" and classifiers:
+        text = f"these are the weights of a {classifiers[0]}, such as a critic or a reward model, which says no tokens"
+        raise refuse(
+            folder, text, "name the folder of a language model, such as the checkpoint's of the trained policy"
+        )
 
 
 def empty_network(config: Any, head: Head, dtype: torch.dtype) -> nn.Module:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 Head = Literal["lm", "value", "score"]
 
 HEAD = "score.weight"
+CLASSIFIER = "ForSequenceClassification"  # at the end of the names of transformers' classes that have it
 ALIASES = {"value_head.weight": HEAD, "v_head.summary.weight": HEAD}  # of other frameworks' critics
 SUPPORTED = {
     "llama": "Llama",
