@@ -113,6 +113,19 @@ def test_paths_of_the_command_line_are_relative_to_where_it_is_typed(
     assert composed.spec.models["actor"].path == str(place / "elsewhere/model")
 
 
+@pytest.mark.parametrize("path", ["models.actor.path", "data.path", "eval.data.path", "outputs.dir"])
+def test_an_empty_path_is_not_the_folder_of_the_run_file(place: Path, path: str) -> None:
+    held_out = ["eval.every=1"] if path.startswith("eval") else []
+    (problem,) = refused(place, *held_out, f'{path}=""')
+    assert problem.where.path == f"$.{path}" and problem.hint
+    assert (place / "run.yaml").is_file() and problem.rule == "path"
+
+
+def test_a_role_that_is_out_keeps_its_empty_path(place: Path) -> None:
+    composed = compose(place / "run.yaml", ["graph=ppo", "params=null"])
+    assert composed.spec.models["reward_model"].path == ""
+
+
 def test_hub_ids_stay_as_they_are(place: Path) -> None:
     run = check_run(place / "run.yaml", ["models.actor.path=Qwen/Qwen3-0.6B", "data.path=openai/gsm8k"])
     assert (run.graph.models["actor"].path, run.run.data.path) == ("Qwen/Qwen3-0.6B", "openai/gsm8k")

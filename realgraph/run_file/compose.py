@@ -192,10 +192,8 @@ def _graph_file(user: Document, file: Path) -> Path:
 
 
 def _with_absolute_paths(document: Document, graph_file: Path, file: Path) -> tuple[Document, list[Problem]]:
-    """Paths of models, data and graph made absolute where they exist; a problem where they can be no Hub id either.
-
-    Also the directory of the outputs, which need not exist.
-    """
+    """Paths of models, data and graph made absolute where they exist, and the directory of the outputs, which need not;
+    a problem where they can be no Hub id either."""
     tree = dict(document.tree)
     problems: list[Problem] = []
 
@@ -204,6 +202,12 @@ def _with_absolute_paths(document: Document, graph_file: Path, file: Path) -> tu
         if not isinstance(section, dict) or not isinstance(given, str):
             return section
         where = document.where(f"{path}.path")
+        if not given:
+            if what != "model" or section.get("when", True):  # a role that is out has no path, such as `reward_model`
+                problems.append(
+                    Problem(where, f"no {what} is named", f"such as {_EXAMPLES[what]}, or a folder", "path")
+                )
+            return section
         base = Path.cwd() if where.file == COMMAND_LINE else file.parent
         if where.file == shown_name(graph_file) and graph_file.is_relative_to(file.parent):
             base = graph_file.parent
@@ -226,7 +230,10 @@ def _with_absolute_paths(document: Document, graph_file: Path, file: Path) -> tu
         tree["rollout"] = {**rollout, "python": str(base / Path(given).expanduser())}
     outputs = tree.get("outputs")
     if isinstance(outputs, dict) and isinstance(given := outputs.get("dir"), str):
-        base = Path.cwd() if document.where("$.outputs.dir").file == COMMAND_LINE else file.parent
+        where = document.where("$.outputs.dir")
+        if not given:
+            problems.append(Problem(where, "no run directory is named", "leave outputs.dir out, or name one", "path"))
+        base = Path.cwd() if where.file == COMMAND_LINE else file.parent
         tree["outputs"] = {**outputs, "dir": str(base / Path(given).expanduser())}
     if tree["graph"] not in library_names():
         tree["graph"] = str(graph_file.absolute())
