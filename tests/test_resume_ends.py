@@ -24,13 +24,16 @@ def test_a_run_directory_belongs_to_one_run(home: Path) -> None:
     try:
         run.until_step(2)
         for argv in (["run", str(file)], ["run", "--resume", str(home / "one")]):
-            assert "another run is writing to" in finish(home, *argv, name="one", code=2).output()
+            refused = finish(home, *argv, name="one", code=2).output()
+            assert "$.outputs.dir: another run is writing to" in refused
+            assert ("one.yaml:1: " in refused) == (argv[1] != "--resume")
         run.interrupt()
         assert run.wait() == 130
     finally:
         stop(home)
     held.gone()
-    assert "holds a run already" in finish(home, "run", str(file), name="one", code=2).output()
+    refused = finish(home, "run", str(file), name="one", code=2).output()
+    assert "one.yaml:1: $.outputs.dir: " in refused and "holds a run already" in refused
     done = records(home / "one")[-1]["step"] + 1
     for more in (1, 2):  # the second time from where the first one ended, whose length it keeps
         steps = [f"steps={done + 1}"] if more == 1 else []

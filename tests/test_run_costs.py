@@ -95,6 +95,9 @@ def test_costs_that_contradict_the_plan_or_a_resumed_run_are_refused(run_file: P
         prepare(run_file, (), run_file.parent / "plan.json", other)
     with pytest.raises(ConfigError, match=r"a resumed run keeps its plan(.|\n)*leave out --costs, or add --replan"):
         open_run(None, (), RunOptions(resume=run_file.parent, costs_file=other)).__enter__()
+    both = RunOptions(resume=run_file.parent, plan_file=run_file.parent / "plan.json", replan=True)
+    with pytest.raises(ConfigError, match="--plan and --replan say two things"):
+        open_run(None, (), both).__enter__()
     with pytest.raises(ConfigError, match="no file or run directory"):
         open_run(run_file, (), RunOptions(costs_file=run_file.parent / "nowhere")).__enter__()
 

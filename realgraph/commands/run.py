@@ -129,6 +129,9 @@ def open_run(file: Path | None, overrides: Sequence[str], options: RunOptions) -
 
     Raises ConfigError.
     """
+    if options.replan and options.plan_file is not None:
+        text = "--plan and --replan say two things: go on under this plan, and search for one"
+        raise ConfigError([Problem(Where("command line"), text, "give --plan or --replan")])
     if options.resume is not None:
         going_on = ResumeOptions(options.new_data, options.plan_file, options.replan, options.costs_file)
         if options.costs_file is not None and not going_on.plans:
@@ -176,7 +179,7 @@ def _execute(
         console.print(f"checkpoints: {when} (checkpoint.every: steps, checkpoint.minutes)", soft_wrap=True)
     if prepared.resume is not None:
         return _with_restarts(prepared, watchers, launcher)
-    with owned(prepared.folder):
+    with _placed(prepared), owned(prepared.folder):
         prepared = replace(prepared, job=with_sums(prepared.job))
         tell_needs(launcher, prepared)
         return _with_restarts(prepared, watchers, launcher)

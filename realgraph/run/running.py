@@ -161,7 +161,7 @@ def refuse_taken(prepared: PreparedRun) -> None:
     if prepared.resume is None and folder.job.exists():
         text = f"{folder.root} holds a run already"
         hint = f"go on with it: realgraph run --resume {folder.root}; or choose another outputs.dir"
-        raise ConfigError([Problem(Where(path="$.outputs.dir"), text, hint)])
+        raise ConfigError([Problem(prepared.checked.where("$.outputs.dir"), text, hint)])
 
 
 def claim(prepared: PreparedRun) -> None:
