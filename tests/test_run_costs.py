@@ -201,6 +201,11 @@ def test_costs_of_a_run_on_another_kind_of_device_are_refused(run_file: Path) ->
     root = finished_run(run_file, 3.0)
     with pytest.raises(ConfigError, match=r"measured on H100-SXM, the cluster has A100-80(.|\n)*leave --run out"):
         plan_command(run_file, [*FEW, "cluster.kind=A100-80"], replace(BRIEF, run_dir=root))
+    plan = (root / "plan.json").read_bytes()
+    (root / "plan.json").write_bytes(b"\xff" + plan)
+    with pytest.raises(ConfigError, match=r"no run can be read here: (.|\n)*plan\.json and metrics\.jsonl"):
+        plan_command(run_file, FEW, replace(BRIEF, run_dir=root))
+    (root / "plan.json").write_bytes(plan)
     (root / "costs.json").write_text("nul")
     with pytest.raises(ConfigError, match=r"costs\.json is no table of costs"):
         plan_command(run_file, FEW, replace(BRIEF, run_dir=root))

@@ -31,7 +31,7 @@ def read_run(root: Path) -> RunRead:
     try:
         plan = plan_from_json(read_text(folder.plan), str(folder.plan))
         records = read_records(folder.metrics)
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         hint = "name the directory of a run: it has plan.json and metrics.jsonl"
         raise ConfigError(
             [Problem(Where(str(root)), f"no run can be read here: {reason(error)}", hint, "run")]
