@@ -140,7 +140,7 @@ def test_balance_is_of_all_tokens_where_samples_begin_alike(folder: Path) -> Non
     mask[18:21] = False
     batch = replace(batch, tokens=tokens, mask=mask)
     parts = [reference(one[None], output_router_logits=True).router_logits for one in tokens.split([9, 12, 7])]
-    logits = tuple(torch.cat(layer) for layer in zip(*parts, strict=True))
+    logits: Any = tuple(torch.cat(layer) for layer in zip(*parts, strict=True))
     config = reference.config
     expected: Any = load_balancing_loss_func(logits, config.num_local_experts, config.num_experts_per_tok)
     found = model.run(batch, Wants(balance=True, where=mask))

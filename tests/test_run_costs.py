@@ -22,7 +22,7 @@ from realgraph.runtime.master.master import RunOutcome
 from realgraph.runtime.master.observer import PlannedSeconds, RunStarted, StepRecord
 from realgraph.runtime.master.records import MetricsFile
 from realgraph.runtime.master.step_metrics import planned_of
-from realgraph.runtime.wire.protocol import PEAK_BYTES
+from realgraph.runtime.wire.metrics import PEAK_BYTES
 
 BRIEF = PlanOptions(brief=True)
 RUN = """
