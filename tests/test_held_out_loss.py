@@ -16,11 +16,10 @@ from realgraph.graphs.maths import CrossEntropy, Loss, Preference
 from realgraph.graphs.spec import Function, Inference, Train
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.plan import Plan, Turn
-from realgraph.runtime.commands.actions import EvalEnded
 from realgraph.runtime.scheduler.scheduler import Scheduler
 from realgraph.runtime.wire.protocol import Execute, Reallocate
 from tests.runs import finish, home, merged, records, write_run
-from tests.schedulers import copied
+from tests.schedulers import check_evaluations, run_by_copies
 from tests.shapes import Shape, build_graph, job_of, plan_of
 from tests.simulated_rollouts import N_EVAL_ROWS
 from tests.simulator import Simulator
@@ -232,10 +231,7 @@ def simulated(seed: int) -> Simulator:
 @pytest.mark.parametrize("seed", range(20))
 def test_every_row_goes_once_through_every_train_call_by_the_newest_weights(seed: int) -> None:
     simulator = simulated(seed)
-    halt = simulator.run()
-    assert halt is not None and halt.error is None
-    ended = [action.step for action in simulator.actions if isinstance(action, EvalEnded)]
-    assert ended == [0, *(step for step in (1, 2, 3) if step % (1 + seed % 2) == 0 or step == 3)]
+    check_evaluations(simulator, 1 + seed % 2)
     moved = [send for send in simulator.log if isinstance(send.command, Reallocate)]
     assert moved, "the copy of `old_logp` has kept its first weights"
     seen = [send.command for send in simulator.log if isinstance(send.command, Execute) and send.command.held_out]
@@ -245,10 +241,4 @@ def test_every_row_goes_once_through_every_train_call_by_the_newest_weights(seed
 @pytest.mark.parametrize("seed", range(4))
 def test_an_evaluation_in_hand_is_part_of_the_schedulers_image(seed: int) -> None:
     simulator = simulated(seed)
-    n_copied, halt = 0, simulator.run(1)
-    while halt is None:
-        if simulator.scheduler.image.boundary_task is not None:
-            simulator.scheduler = copied(simulator.scheduler)
-            n_copied += 1
-        halt = simulator.run(simulator.n_events + 1)
-    assert n_copied > 10 and halt.error is None
+    assert run_by_copies(simulator) > 10

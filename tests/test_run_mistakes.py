@@ -84,7 +84,7 @@ __all__ = ["place"]
         ("steps: 3", "rollout: {max_running: 0}", "$.rollout.max_running", "a whole number >= 1 or null, got 0", ""),
         ("steps: 3", "allocation: {trian: {dp: 2}}", "$.allocation.trian", "no call 'trian'", "did you mean 'train'?"),
         ("steps: 3", "allocation: {train: {dq: 2}}", "$.allocation.train.dq", "unknown key 'dq'", "known: "),
-        ("steps: 3", "eval: {call: rewrd}", "$.eval.call", "'rewrd' is not a function call", "did you mean 'reward'?"),
+        ("steps: 3", "eval: {call: rewrd}", "$.eval.call", "'rewrd' is no call of the graph", "did you mean 'reward'?"),
         ("steps: 3", "eval: {every: 2}", "$.eval", "have no test split", "give eval.data"),
         (
             "steps: 3",

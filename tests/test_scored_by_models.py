@@ -15,7 +15,6 @@ from realgraph.graphs.keys import GENERATED
 from realgraph.graphs.maths import Loss, PolicyGradient
 from realgraph.graphs.spec import Advantage, Generate, Inference, Train
 from realgraph.run_file.compose import check_run
-from realgraph.runtime.commands.actions import EvalEnded
 from realgraph.runtime.job.evaluations import scoring_of
 from realgraph.runtime.job.job import EvalSpec
 from realgraph.runtime.scheduler.scheduler import Scheduler
@@ -23,7 +22,7 @@ from realgraph.runtime.wire.protocol import Evaluate, Execute
 from tests.generating import GENERATING, generating_graph
 from tests.run_texts import place, refused
 from tests.runs import BASE, finish, home, merged, records, write_run
-from tests.schedulers import copied
+from tests.schedulers import check_evaluations, run_by_copies
 from tests.shapes import Shape, build_graph, job_of
 from tests.simulated_rollouts import N_EVAL_ROWS
 from tests.simulator import Simulator
@@ -209,10 +208,7 @@ def simulated(seed: int, algorithm: str = "") -> Simulator:
 def test_each_sample_is_judged_once_by_the_newest_weights_and_nothing_is_left(seed: int) -> None:
     """The simulated workers check the rest: weights, places of keys, samples."""
     simulator = simulated(seed)
-    halt = simulator.run()
-    assert halt is not None and halt.error is None
-    ended = [action.step for action in simulator.actions if isinstance(action, EvalEnded)]
-    assert ended == [0, *(step for step in (1, 2, 3) if step % (1 + seed % 2) == 0 or step == 3)]
+    check_evaluations(simulator, 1 + seed % 2)
     parts = [send.command for send in simulator.log if isinstance(send.command, Evaluate)]
     models = {name for name, call in simulator.graph.calls.items() if isinstance(call, Generate | Inference)}
     scored = simulator.scheduler._program.judging.after
@@ -222,13 +218,7 @@ def test_each_sample_is_judged_once_by_the_newest_weights_and_nothing_is_left(se
 @pytest.mark.parametrize("seed", range(8))
 def test_an_evaluation_in_hand_is_part_of_the_schedulers_image(seed: int) -> None:
     simulator = simulated(seed, "ppo" if seed % 2 else "judge")
-    n_copied, halt = 0, simulator.run(1)
-    while halt is None:
-        if simulator.scheduler.image.boundary_task is not None:
-            simulator.scheduler = copied(simulator.scheduler)
-            n_copied += 1
-        halt = simulator.run(simulator.n_events + 1)
-    assert n_copied > 10 and halt.error is None
+    assert run_by_copies(simulator) > 10
 
 
 def scored_graph(shape: Shape) -> Graph:
