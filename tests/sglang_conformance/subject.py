@@ -17,7 +17,7 @@ import torch
 from realgraph.runtime.engine import Request
 from realgraph.runtime.rollout.answers import Answer, new_rid
 from realgraph.runtime.rollout.client import SglangClient
-from realgraph.runtime.rollout.errors import SglangError
+from realgraph.runtime.rollout.errors import CallRefused, SglangError
 from realgraph.runtime.rollout.messages import GenerateRequest, SamplingParams, Timeouts
 from tests import tiny
 from tests.rollouts import full_logprobs
@@ -32,6 +32,7 @@ SHORTER = 400  # of one that is finished
 TOLERANCE = 1e-4  # nats, on average over the tokens of an answer
 TIMEOUTS = Timeouts(connect_seconds=10.0, control_seconds=60.0, update_seconds=60.0, answer_seconds=120.0)
 SECONDS = 240.0  # of one check
+POLL_SECONDS = 0.1
 
 
 @dataclass
@@ -53,10 +54,19 @@ class Subject:
             await self.client.resume()
             await self.client.abort_all()
             await self.client.open(next(self.versions))
+            await self._rest()
             await self.serve_small()
             yield self
         finally:
             await self.client.close()
+
+    async def _rest(self) -> None:
+        """Wait for the end of requests that were aborted: until then the server refuses to flush its cache."""
+        while True:
+            try:
+                return await self.client.flush_cache()
+            except CallRefused:
+                await asyncio.sleep(POLL_SECONDS)
 
     async def serve_small(self) -> None:
         """Back to the first weights, with no cache."""
