@@ -9,6 +9,7 @@ import pytest
 from realgraph.commands.eval import evaluation_of
 from realgraph.graphs.functions import judging_keys
 from realgraph.graphs.spec import Advantage, Function, ModelCall
+from realgraph.planner.request.constraints import Constraints
 from realgraph.planner.search.search import Infeasible
 from realgraph.run.running import prepare, prepare_checked
 from realgraph.run_file.compose import check_run
@@ -190,6 +191,18 @@ def test_samples_of_a_run_are_judged_by_their_reward(home: Path) -> None:
     share = sum(answer % 2 for answer in answers) / len(answers)
     assert record["metrics"]["accuracy"] == record["metrics"]["reward"] == pytest.approx(share)
     assert record["metrics"]["failed"] == pytest.approx(sum(answer % 10 == 2 for answer in answers) / len(answers))
+
+
+def test_constraints_on_calls_that_an_evaluation_leaves_out_bind_nothing(home: Path) -> None:
+    own: dict[str, Any] = {
+        "params": {"kl_coef": 0.1},
+        "constraints": {"share": [["rollout", "train"], ["train", "ref_logp"]], "forbid": {"train": [{"tp": 2}]}},
+        "allocation": {"train": {"dp": 2}},
+        "eval": {"data": {"path": "test.jsonl"}},
+    }
+    checked = evaluation_of(check_run(write_run(home, "bound", GRPO, own), ()))
+    assert {*prepare_checked(checked).job.plan.allocations} == {"rollout"}
+    assert checked.run.constraints == Constraints()
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

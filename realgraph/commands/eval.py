@@ -98,9 +98,9 @@ def evaluation_of(checked: Checked) -> Checked:
     call, given = scoring_call(graph.calls, spec.call), run.constraints
     spec = replace(spec, call=call, key=scoring_of(graph, spec).key)  # which advantages say, that are left out
     graph = evaluated_graph(graph, call)
-    share = tuple(tuple(name for name in names if name in graph.calls) for names in given.share)
+    share = [tuple(name for name in names if name in graph.calls) for names in given.share]
     forbid = {name: pins for name, pins in given.forbid.items() if name in graph.calls}
-    constraints = replace(given, share=tuple(names for names in share if names), forbid=forbid)
+    constraints = replace(given, share=tuple(names for names in share if len(names) > 1), forbid=forbid)
     return replace(checked, graph=graph, run=replace(run, staleness=0, eval=spec, constraints=constraints))
 
 
