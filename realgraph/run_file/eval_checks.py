@@ -93,13 +93,13 @@ class _Known:
     that read what these make."""
 
     def __init__(self, live: GraphSpec) -> None:
-        leading = leading_call(live)
+        self._live, leading = live, leading_call(live)
         own = {own_tokens(call.model) for call in live.calls.values() if is_own(call)}
         self.functions = {generated_key(live, leading, key) for key in EVALUATED} | live.inputs.keys()
         self.models = self.functions | own | {generated_key(live, leading, key) for key in (*GENERATED, ROUTES)}
         self.by_models = set[str]()
         made, left = set[str](), [name for name, call in live.calls.items() if name != leading and _scores(call)]
-        while more := [name for name in left if self.missing(name, live) is None]:
+        while more := [name for name in left if self.missing(name) is None]:
             for name in more:
                 call, keys = live.calls[name], {write.key for write in call_writes(name, live)}
                 if not isinstance(call, Function) or made & _read(name, live):
@@ -110,10 +110,10 @@ class _Known:
                 self.functions |= told
             left = [name for name in left if name not in more]
 
-    def missing(self, name: str, live: GraphSpec) -> str | None:
+    def missing(self, name: str) -> str | None:
         """A key that a call reads and that there is not; None where it has all."""
-        known = self.functions if isinstance(live.calls[name], Function) else self.models
-        return next((key for key in sorted(_read(name, live)) if key not in known), None)
+        known = self.functions if isinstance(self._live.calls[name], Function) else self.models
+        return min(_read(name, self._live) - known, default=None)
 
 
 def _read(name: str, live: GraphSpec) -> set[str]:
@@ -134,7 +134,7 @@ def _unable(name: str, live: GraphSpec, known: _Known) -> Iterator[str]:
         return
     if isinstance(call, Function) and call.over != "sample":
         yield f"{name!r} works over a {call.over}, but an evaluation scores each sample for itself"
-    if (key := known.missing(name, live)) is not None:
+    if (key := known.missing(name)) is not None:
         yield f"{name!r} reads {key!r}, but an evaluation has {', '.join(sorted(known.functions))} alone"
     if not judging_keys(live.calls, name):
         yield f"{name!r} writes no number a sample to judge it by"

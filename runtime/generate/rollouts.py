@@ -182,11 +182,11 @@ class Rollouts:
     ) -> tuple[Sample, ...]:
         """Put samples that `complete` has made into the store as those of groups are. prompts: of each sample; `asked`:
         of groups, for other tokenizers."""
-        groups = {group_of(one.id): _Group(group_of(one.id), prompts, time.time()) for one in done}
+        groups: dict[int, _Group] = {}
         for one in done:
-            groups[group_of(one.id)].completions[one.id] = one
-        for number, group in groups.items():
-            group.asked = (asked or {}).get(number)
+            number = group_of(one.id)
+            group = groups.setdefault(number, _Group(number, prompts, time.time(), (asked or {}).get(number)))
+            group.completions[one.id] = one
         self._store([*groups.values()])
         return tuple([sample for group in groups.values() for sample in group.samples.values()])
 

@@ -4,7 +4,7 @@ generate nothing are by the loss, of as many rows at a time as groups of a step.
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -14,7 +14,7 @@ from realgraph.runtime.commands.loads import by_group
 from realgraph.runtime.commands.tally import StepTally, TallyNumbers
 from realgraph.runtime.commands.tasks import Task
 from realgraph.runtime.job.job import Job
-from realgraph.runtime.job.sample_ids import group_of, held_out_group
+from realgraph.runtime.job.sample_ids import group_of, held_out_group, sample_ids
 from realgraph.runtime.scheduler.devices import Devices
 from realgraph.runtime.scheduler.groups.ledger import Group, GroupImage
 from realgraph.runtime.scheduler.placement import Batch
@@ -22,10 +22,9 @@ from realgraph.runtime.scheduler.program import Program
 from realgraph.runtime.scheduler.step_boundary import BEST_BY
 from realgraph.runtime.scheduler.steps import OpenSteps
 from realgraph.runtime.wire.metrics import Mean, Metric
-from realgraph.runtime.wire.protocol import Drop, Load, Sample
+from realgraph.runtime.wire.protocol import Drop, Load
 
 LOAD = ""  # the call of a task that loads rows
-
 
 Started = tuple[Task | None, list[Action]] | None  # a part and its commands; no task where weights are brought first
 
@@ -55,10 +54,13 @@ class HeldOutRows:
         self._tally = StepTally()
         self._batch = self._batched()
 
+    @property
+    def _kept(self) -> Sequence[Group]:
+        """The rows in hand that calls work on."""
+        return self._groups
+
     def _batched(self, owned: Sequence[str] = ()) -> Batch:
-        """The rows in hand that calls work on: without those of which functions have left too much out."""
-        kept = [group for group in self._groups if len(group.kept) >= self._program.least_samples]
-        batch = Batch(0, kept, self._job.seed)
+        batch = Batch(0, self._kept, self._job.seed)
         for name in owned:
             batch.own(self._program.calls[name])
         return batch
@@ -79,18 +81,34 @@ class HeldOutRows:
         """The call that is next; '' where all have ended, or no rows are left for them."""
         return next((name for name in self._calls if name not in self._ended and self._batch.ids), "")
 
+    def _open(self, name: str, step: int) -> Task:
+        """The task of a part."""
+        return self._steps.tasks.open("evaluate", name, step, self._tally)
+
+    def _arrived(self, task: Task, n: int) -> tuple[Group, ...]:
+        """The groups, of `n` samples each, that lie with the workers which have loaded or drawn them. Raises
+        UnexpectedReply."""
+        found = []
+        for owner, samples in task.loaded.items():
+            expected = {number: sample_ids(number, n) for number in {group_of(one.sample): None for one in samples}}
+            for number, own in by_group(samples, expected).items():
+                group = Group(number, owner, 0)
+                group.samples = self._program.with_places(own)
+                found.append(group)
+        return tuple(sorted(found, key=lambda group: group.id))
+
     def _bring(self, name: str, now: float) -> Started:
         """Bring weights that are behind."""
         commands = self._devices.reallocate(name, now)
         return None if commands is None else (None, commands)
 
     def _run(self, name: str, step: int, now: float, batches: float = 1.0) -> Started:
-        """Start a call on the rows in hand. batches: as many samples as so many batches have."""
+        """Start a call on the rows in hand, or bring its weights. batches: they are as many samples as in so many."""
         if self._devices.behind(name):
             return self._bring(name, now)
-        call = replace(self._program.calls[name], minibatches=1, epochs=1)
-        call = replace(call, predicted_seconds=call.predicted_seconds * max(1.0, batches))
-        task = self._steps.tasks.open("evaluate", name, step, self._tally)
+        call = self._program.calls[name]
+        call = replace(call, minibatches=1, epochs=1, predicted_seconds=call.predicted_seconds * batches)
+        task = self._open(name, step)
         return task, self._steps.run(task, call, self._batch, self._devices.versions, now, held_out=True)
 
     def _ran(self, task: Task) -> None:
@@ -113,6 +131,11 @@ class HeldOutLoss(HeldOutRows):
         # all calls, in order: those first that leave samples out
         super().__init__(job, program, steps, devices, (*program.stream, *program.batched))
 
+    @property
+    def _kept(self) -> Sequence[Group]:
+        """The rows in hand without those of which functions have left too much out."""
+        return [group for group in self._groups if len(group.kept) >= self._program.least_samples]
+
     def start(self, step: int, n_rows: int, now: float) -> Started:
         """The next part, where nothing runs; None where it can't begin now."""
         return self._run(self._next, step, now) if self._groups else self._load(step, n_rows, now)
@@ -123,7 +146,7 @@ class HeldOutLoss(HeldOutRows):
         self._next_row = rows.stop
         owners = self._program.owner_workers
         shares = {owner: tuple(map(held_out_group, rows[i :: len(owners)])) for i, owner in enumerate(owners)}
-        task = self._steps.tasks.open("evaluate", LOAD, step, self._tally)
+        task = self._open(LOAD, step)
         sends = [Send(owner, Load(groups, task.number)) for owner, groups in shares.items() if groups]
         self._steps.fly(task, [send.worker for send in sends], now, self._steps.longest_seconds)
         self._tally.n_skipped += len(rows)  # until they are there
@@ -132,8 +155,7 @@ class HeldOutLoss(HeldOutRows):
     def ended(self, task: Task, n_rows: int) -> tuple[list[Action], dict[str, Metric] | None]:
         """A part has ended: what is forgotten after it, and the metrics where it was the last one."""
         if task.call == LOAD:
-            groups = [group for owner, samples in task.loaded.items() for group in self._loaded(owner, samples)]
-            self._groups = tuple(sorted(groups, key=lambda group: group.id))
+            self._groups = self._arrived(task, self._program.samples_per_group)
             self._tally.n_skipped -= len(self._groups)
             self._batch = self._batched()
         else:
@@ -148,14 +170,6 @@ class HeldOutLoss(HeldOutRows):
         metrics = self._metrics(n_rows)
         self._begin()
         return drops, metrics
-
-    def _loaded(self, owner: int, samples: Sequence[Sample]) -> Iterator[Group]:
-        """Groups of held-out rows, whose samples lie with their owner. Raises UnexpectedReply."""
-        numbers = dict.fromkeys(group_of(sample.sample) for sample in samples)
-        for number, own in by_group(samples, self._program.ids_of([*numbers])).items():
-            group = Group(number, owner, 0)
-            group.samples = own
-            yield group
 
     def _leave_out(self, left_out: Mapping[int, tuple[int, ...]]) -> None:
         """A function that runs before all calls of the batch has left samples out, by group."""

@@ -4,6 +4,7 @@ written. Knows not when.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -11,11 +12,11 @@ from realgraph.runtime.commands.actions import Action, Send
 from realgraph.runtime.commands.loads import by_group
 from realgraph.runtime.commands.tasks import Task
 from realgraph.runtime.job.job import Job
-from realgraph.runtime.job.sample_ids import group_of, sample_ids
+from realgraph.runtime.job.sample_ids import group_of
 from realgraph.runtime.scheduler.devices import Devices
 from realgraph.runtime.scheduler.groups.ledger import Group
 from realgraph.runtime.scheduler.held_out import HeldOutRows, Started
-from realgraph.runtime.scheduler.placement import Batch, ids_beside, sources_of_groups
+from realgraph.runtime.scheduler.placement import ids_beside, sources_of_groups
 from realgraph.runtime.scheduler.program import Program
 from realgraph.runtime.scheduler.steps import OpenSteps
 from realgraph.runtime.wire.metrics import Metric
@@ -29,13 +30,6 @@ class HeldOutSamples(HeldOutRows):
 
     def __init__(self, job: Job, program: Program, steps: OpenSteps, devices: Devices) -> None:
         super().__init__(job, program, steps, devices, program.judging.after)
-
-    def _batched(self, owned: Sequence[str] = ()) -> Batch:
-        """The samples that calls work on: an evaluation leaves none out."""
-        batch = Batch(0, self._groups, self._job.seed)
-        for name in owned:
-            batch.own(self._program.calls[name])
-        return batch
 
     @property
     def in_hand(self) -> bool:
@@ -77,29 +71,27 @@ class HeldOutSamples(HeldOutRows):
 
     def start(self, step: int, n_rows: int, now: float) -> Started:
         """The next part, where nothing runs; None where it can't begin now."""
-        generate, name = self._program.generate, self._next
-        if not self._next_row:
-            return self._bring(generate, now) if self._devices.behind(generate) else self._draw(step, n_rows, now)
+        name = self._next if self._next_row else self._program.generate
         if not name:
-            return self._judge(step, n_rows, now)
+            return self._at_engines(JUDGED, "judge", step, n_rows, now)
         if self._program.calls[name].kind != "generate":
             return self._run(name, step, now, self._batches(n_rows))
-        return self._bring(name, now) if self._devices.behind(name) else self._draw_later(name, step, n_rows, now)
+        if self._devices.behind(name):
+            return self._bring(name, now)
+        if name == self._program.generate:
+            return self._at_engines(name, "draw", step, n_rows, now)
+        return self._draw_later(name, step, n_rows, now)
 
-    def _draw(self, step: int, n_rows: int, now: float) -> Started:
-        task = self._steps.tasks.open("evaluate", self._program.generate, step, self._tally)
-        command = Evaluate(task.number, step, (), 0, part="draw")
-        return task, self._ask(task, n_rows, self._devices.engines.heads, now, command)
-
-    def _judge(self, step: int, n_rows: int, now: float) -> Started:
-        task = self._steps.tasks.open("evaluate", JUDGED, step, self._tally)
-        command = Evaluate(task.number, step, (), 0, part="judge")
+    def _at_engines(self, name: str, part: Literal["draw", "judge"], step: int, n_rows: int, now: float) -> Started:
+        """A part that the engines of the samples do, each for its own rows."""
+        task = self._open(name, step)
+        command = Evaluate(task.number, step, (), 0, part=part)
         return task, self._ask(task, n_rows, self._devices.engines.heads, now, command)
 
     def _draw_later(self, name: str, step: int, n_rows: int, now: float) -> Started:
         """Have the engines of a later generate call draw: each gets some of the groups."""
         call, version = self._program.calls[name], self._devices.weights_of(name)
-        task = self._steps.tasks.open("evaluate", name, step, self._tally)
+        task = self._open(name, step)
         given: dict[int, list[Group]] = {}
         for place, group in enumerate(self._groups):
             worker = group.makers[name] = call.ranks[place % len(call.ranks)][0]
@@ -125,17 +117,8 @@ class HeldOutSamples(HeldOutRows):
         return self._later_drawn(task) if self._program.calls[task.call].kind == "generate" else [], None
 
     def _drawn(self, task: Task) -> tuple[Group, ...]:
-        """The samples that lie with their engines, by group. Raises UnexpectedReply."""
         assert self._job.eval is not None
-        found = []
-        for owner, samples in task.loaded.items():
-            numbers = dict.fromkeys(group_of(sample.sample) for sample in samples)
-            expected = {number: sample_ids(number, self._job.eval.n) for number in numbers}
-            for number, own in by_group(samples, expected).items():
-                group = Group(number, owner, 0)
-                group.samples = self._program.with_places(own)
-                found.append(group)
-        return tuple(sorted(found, key=lambda group: group.id))
+        return self._arrived(task, self._job.eval.n)
 
     def _later_drawn(self, task: Task) -> list[Action]:
         """Keep the lengths of a later call's samples; groups of which a prompt is too long are left out. Raises

@@ -66,8 +66,7 @@ class Evaluation:
         self._job, self._loading, self._host, self._later = job, loading, host, later
         self._all, self._rollouts = rollouts, rollouts.get(next(iter(job.graph.generates), ""))
         self._assembler, self._resources, self._worker = assembler, resources, resources.worker
-        scored = job.eval is not None and bool(job.graph.generates)
-        self._scoring = scoring_of(job.graph, job.eval) if scored and job.eval is not None else None
+        self._scoring = scoring_of(job.graph, job.eval) if job.eval is not None and job.graph.generates else None
         self._open: _OpenEvaluation | None = None
         self._drawn: _Drawn | None = None
 
@@ -111,7 +110,8 @@ class Evaluation:
         assert rollouts is not None
         if rollouts.engine.version != command.version:
             raise StaleWeightsError("the evaluation", command.version, rollouts.engine.version)
-        return _OpenEvaluation(command, self._loading.eval_prompts(command.rows), started)
+        prompts = self._loading.eval_prompts(command.rows, asked=command.part == "draw")
+        return _OpenEvaluation(command, prompts, started)
 
     def _samples(self, begun: _OpenEvaluation) -> list[int]:
         """The number of every sample, those of a prompt side by side."""
@@ -122,11 +122,15 @@ class Evaluation:
         """One for each sample."""
         spec, rollouts = self._job.eval, self._rollouts
         assert spec is not None and rollouts is not None
-        sampling, samples = rollouts.sampling.at(spec.n, spec.temperature), self._samples(begun)
-        drawn = [(prompt, index) for prompt in begun.prompts for index in range(spec.n)]
+        sampling = rollouts.sampling.at(spec.n, spec.temperature)
         return [
-            sampling.request(sample, prompt.tokens, sample_seed(self._job.seed, -1 - prompt.row * spec.n - index))
-            for sample, (prompt, index) in zip(samples, drawn, strict=True)
+            sampling.request(
+                sample_id(held_out_group(prompt.row), index),
+                prompt.tokens,
+                sample_seed(self._job.seed, -1 - prompt.row * spec.n - index),
+            )
+            for prompt in begun.prompts
+            for index in range(spec.n)
         ]
 
     # --- samples that models score ------------------------------------------------------------------------------------

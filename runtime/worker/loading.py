@@ -106,15 +106,16 @@ class Loading:
         _put(rows, assembler)
         return rows, tuple(group for group in groups if group not in rows)
 
-    def eval_prompts(self, rows: Sequence[int]) -> list[Prompt]:
-        """The held-out prompts of these rows; those that are too long are left out."""
+    def eval_prompts(self, rows: Sequence[int], *, asked: bool) -> list[Prompt]:
+        """The held-out prompts of these rows; those that are too long are left out. asked: with their conversations,
+        for roles with tokenizers of their own."""
         assert self._eval is not None
         prompts = []
         for index in rows:
             row = self._eval.row(index)
             if isinstance(row, DataRow):
-                asked = self._eval.asked(row, self._prompt_key) if self.own_tokens else None
-                prompts.append(Prompt(index, tuple(row.group[self._prompt_key]), row.group, asked))
+                told = self._eval.asked(row, self._prompt_key) if asked and self.own_tokens else None
+                prompts.append(Prompt(index, tuple(row.group[self._prompt_key]), row.group, told))
         return prompts
 
     @property
