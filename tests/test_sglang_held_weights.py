@@ -9,7 +9,7 @@ from realgraph.runtime.engine import Request
 from realgraph.runtime.models.weights import whole
 from realgraph.runtime.parallel.checksums import WeightsDiffer
 from realgraph.runtime.rollout.weights.agreement import UpdateWords
-from realgraph.runtime.weights.held import HeldWeights
+from realgraph.runtime.weights.server_checksums import HeldWeights
 from tests.rollouts import drained
 from tests.sglang_engines import MODELS, SECONDS, assert_exact, folder, given, running, switch
 from tests.waiting import until

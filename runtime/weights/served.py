@@ -32,8 +32,8 @@ from realgraph.runtime.rollout.weights.broadcast import (
 )
 from realgraph.runtime.rollout.weights.staged import StagedWeights, checksums_of
 from realgraph.runtime.store.mail import Mail
-from realgraph.runtime.weights.held import HeldWeights
 from realgraph.runtime.weights.movement import Between, Movement, role_path
+from realgraph.runtime.weights.server_checksums import HeldWeights
 from realgraph.runtime.wire.metrics import ArrivedBytes
 from realgraph.runtime.wire.protocol import Reallocate
 
