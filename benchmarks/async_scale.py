@@ -178,8 +178,8 @@ def judged(what: str, ratio: float, published: float) -> Row:
 
 def on_the_right_side(series: Series, ratios: dict[int, float]) -> bool:
     """Slower where the peer is published to be faster, and the other way round."""
-    told = {gpus: ratio for gpus, ratio in series.published.items() if abs(ratio - 1) > EVEN}
-    return all((ratios[gpus] > 1) == (ratio > 1) for gpus, ratio in told.items())
+    uneven = {gpus: ratio for gpus, ratio in series.published.items() if abs(ratio - 1) > EVEN}
+    return all((ratios[gpus] > 1) == (ratio > 1) for gpus, ratio in uneven.items())
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def wait(process: Process, seconds: float) -> int | None:
 
 def run_case(case: Case, place: Place, reference: Trained | None, rng: random.Random) -> None:
     """Break the run of one case, go on with it, and note what is broken of the promises."""
-    held = traces(place.home)
+    traces_before = traces(place.home)
     process = place.begin()
     try:
         brief = case.fault.moment in INSIDE  # over before processes are found
@@ -164,7 +164,7 @@ def run_case(case: Case, place: Place, reference: Trained | None, rng: random.Ra
             case.missed = True
             return
         servers = servers_at(place.home) if place.setting.served else []
-        held.ports |= listening([*processes_at(place.home), *servers])
+        traces_before.ports |= listening([*processes_at(place.home), *servers])
         if brief and not await_moment(case.fault, process, place.folder, END_SECONDS):
             case.missed = True
             return
@@ -175,10 +175,10 @@ def run_case(case: Case, place: Place, reference: Trained | None, rng: random.Ra
         elif case.fault.target == "engine":
             struck = EngineFault(case.fault, place.home, place.outputs[-1], rng)
             case.missed = not struck.deliver(process, END_SECONDS) and process.ended() != 3
-            held.ports |= listening(processes_at(place.home))
+            traces_before.ports |= listening(processes_at(place.home))
         else:
             deliver(case.fault, pids, process)
-        _end(case, place, process, held)
+        _end(case, place, process, traces_before)
         if place.network is not None:
             place.network.link("up")
         case.seconds = time.monotonic() - began
@@ -198,7 +198,7 @@ def run_case(case: Case, place: Place, reference: Trained | None, rng: random.Ra
         case.evidence = place.evidence()
 
 
-def _end(case: Case, place: Place, process: Process, held: Traces) -> None:
+def _end(case: Case, place: Place, process: Process, traces_before: Traces) -> None:
     """Wait for the end that follows the fault, and judge it. Raises Broken."""
     code = wait(process, END_SECONDS)
     if code is None:
@@ -207,7 +207,7 @@ def _end(case: Case, place: Place, process: Process, held: Traces) -> None:
     case.ended_by = " ".join(error_lines(place.output()))
     case.broken += judge_end(case.fault, code, place.output(), place.folder)
     try:
-        held.gone()
+        traces_before.gone()
     except AssertionError as error:
         case.broken.append(str(error))
 

@@ -144,7 +144,7 @@ def strike(asked: argparse.Namespace, work: Path, before: Sequence[Case]) -> Ite
         yield done
 
 
-def told(cases: Sequence[Case], seed: int, kinds: str) -> dict[str, Any]:
+def real_record(cases: Sequence[Case], seed: int, kinds: str) -> dict[str, Any]:
     """The real part of the results."""
     hit = [case for case in cases if not case.missed]
     again = f"python -m benchmarks.chaos_async --simulated 0 --seed {seed} --faults {kinds} --only"
@@ -201,7 +201,7 @@ def main() -> int:
         print("\n".join(found["uninterrupted"]) or "the settings run without a fault", flush=True)
     for done in strike(asked, work, cases):
         cases = done
-        found |= {"machine": describe(), "seed": asked.seed, "real": told(cases, asked.seed, asked.faults)}
+        found |= {"machine": describe(), "seed": asked.seed, "real": real_record(cases, asked.seed, asked.faults)}
         if asked.only is None:
             asked.out.write_text(json.dumps(found, indent=1) + "\n")
     hit = [case for case in cases if not case.missed]

@@ -36,7 +36,7 @@ from benchmarks.cost_tables import (
 )
 from benchmarks.published import Prediction, Row, read_rows
 from benchmarks.published_errors import Residual, covered, of_regime, own_residuals, regimes_learnt, residuals
-from benchmarks.published_errors import coverage as told_bars
+from benchmarks.published_errors import coverage as bar_coverage
 from benchmarks.published_errors import coverage_by_others as bars_by_others
 from benchmarks.published_errors import learnt as learnt_deviations
 from benchmarks.published_memory import peak_of
@@ -100,8 +100,8 @@ def shared_factor(systems: Sequence[Sequence[float]]) -> float:
     if len(systems) > 1:
         between = max(0.0, statistics.variance(medians) - statistics.fmean(noise))
     weights = [1 / (between + own + 1e-9) for own in noise]
-    told = sum(weight * value for weight, value in zip(weights, medians, strict=True))
-    return math.exp(told / (sum(weights) + 1 / PRIOR_SPREAD**2))
+    weighted = sum(weight * value for weight, value in zip(weights, medians, strict=True))
+    return math.exp(weighted / (sum(weights) + 1 / PRIOR_SPREAD**2))
 
 
 def scores(pairs: Sequence[tuple[Prediction, Prediction]]) -> Scores:
@@ -242,7 +242,7 @@ def _by(pairs: Sequence[tuple[Prediction, Prediction]], key: Callable[[Predictio
     return {name: scores(found[name]) for name in sorted(found)}
 
 
-def _told_record(memory: Mapping[str, Mapping[str, Struct]]) -> dict[str, object]:
+def _coverage_record(memory: Mapping[str, Mapping[str, Struct]]) -> dict[str, object]:
     return {whose: {name: _rounded(asdict(one)) for name, one in rows.items()} for whose, rows in memory.items()}
 
 
@@ -275,7 +275,7 @@ def main() -> None:
         system_of(peak.row): [one for one in peaks if system_of(one.row) == system_of(peak.row)] for peak in peaks
     }
     memory = {"all systems": coverage(peaks, SPREADS), "told by the others": coverage_by_others(peaks, by_system)}
-    bars = {"all systems": told_bars(errors), "told by the others": bars_by_others(errors)}
+    bars = {"all systems": bar_coverage(errors), "told by the others": bars_by_others(errors)}
     phases = _by(pairs, lambda one: one.phase)
     kinds = _by(pairs, lambda one: f"{one.row.gpu or 'unknown'}, {one.phase}")
     systems = _by(pairs, lambda one: f"{system_of(one.row)}, {one.phase}")
@@ -301,8 +301,8 @@ def main() -> None:
             {
                 **_headlines(headline, by_regime),
                 **_record(kinds, systems, found, missing),
-                "memory": _told_record(memory),
-                "bars": _told_record(bars),
+                "memory": _coverage_record(memory),
+                "bars": _coverage_record(bars),
                 "said": said,
             },
             indent=1,

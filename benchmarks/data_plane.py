@@ -81,8 +81,8 @@ def own(reader: KeyPair, pipe: Connection, place: tuple[str, str] = ("", LOOPBAC
     if place[0]:
         enter_namespace(place[0])
     torch.set_num_threads(1)
-    store, held, keys = Store(), values(), make_keys()
-    for name, value in held.items():
+    store, stored, keys = Store(), values(), make_keys()
+    for name, value in stored.items():
         store.put(name, [0], [value])
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     bare, pickled = context.socket(zmq.ROUTER), context.socket(zmq.REP)
@@ -90,7 +90,7 @@ def own(reader: KeyPair, pipe: Connection, place: tuple[str, str] = ("", LOOPBAC
     for socket in (bare, pickled):
         socket.bind(f"tcp://{place[1]}:0")
         threading.Thread(
-            target=_serve_bare if socket is bare else _serve_pickled, args=(socket, held), daemon=True
+            target=_serve_bare if socket is bare else _serve_pickled, args=(socket, stored), daemon=True
         ).start()
     with DataPlane(1, store, make_keys(), place[1]) as plane:
         plane.connect([Peer(0, "", "", "", reader.public)])
@@ -101,13 +101,13 @@ def own(reader: KeyPair, pipe: Connection, place: tuple[str, str] = ("", LOOPBAC
             pipe.recv_bytes()
 
 
-def _serve_bare(socket: "zmq.Socket[bytes]", held: dict[str, torch.Tensor]) -> None:
+def _serve_bare(socket: "zmq.Socket[bytes]", stored: dict[str, torch.Tensor]) -> None:
     """Frames of the gather's own size and window, but nothing else: no headers, no deadlines, no index."""
     waiting: dict[bytes, Iterator[memoryview]] = {}
     while True:
         reader, request = socket.recv_multipart()
         if not request.isdigit():
-            data = held[request.decode()].numpy().data
+            data = stored[request.decode()].numpy().data
             waiting[reader] = iter([data[i : i + FRAME_BYTES] for i in range(0, len(data), FRAME_BYTES)])
         for _ in range(int(request) if request.isdigit() else WINDOW_FRAMES):
             if (frame := next(waiting[reader], None)) is None:
@@ -115,9 +115,9 @@ def _serve_bare(socket: "zmq.Socket[bytes]", held: dict[str, torch.Tensor]) -> N
             socket.send_multipart([reader, frame], copy=False)
 
 
-def _serve_pickled(socket: "zmq.Socket[bytes]", held: dict[str, torch.Tensor]) -> None:
+def _serve_pickled(socket: "zmq.Socket[bytes]", stored: dict[str, torch.Tensor]) -> None:
     while True:
-        socket.send(pickle.dumps(held[socket.recv().decode()]))
+        socket.send(pickle.dumps(stored[socket.recv().decode()]))
 
 
 # --- the contenders, in the reader ------------------------------------------------------------------------------------
@@ -194,8 +194,8 @@ def ray_turns() -> Iterator[dict[str, Turn]]:
 
     try:
         owner = Owner.remote()
-        held = {name: ray.get(owner.put.remote(n))[0] for name, n in SIZES.items()}
-        yield {"ray get view": lambda size: ray.get(held[size]), "ray get": lambda size: ray.get(held[size]).copy()}
+        stored = {name: ray.get(owner.put.remote(n))[0] for name, n in SIZES.items()}
+        yield {"ray get view": lambda size: ray.get(stored[size]), "ray get": lambda size: ray.get(stored[size]).copy()}
     finally:
         ray.shutdown()
 

@@ -77,11 +77,11 @@ class Early(PlanClock):
             self._idle[node] = 0.0
         super()._work(worker, task, call, node)
 
-    def _held(self, worker: int, call: str, change: int) -> None:
+    def _call_began_or_ended(self, worker: int, call: str, change: int) -> None:
         self._note()
         if call in self.job.plan.allocations:
             self._calls_on[worker] += change
-        super()._held(worker, call, change)
+        super()._call_began_or_ended(worker, call, change)
 
     def _submit(self, home: int, groups: tuple[int, ...], version: int) -> None:
         self._note()

@@ -103,10 +103,10 @@ def _ours(worker: int, case: tuple[Layout, Layout], member: Member) -> Callable[
     moves = reallocation(SHAPES, torch.float32, case, member)
     route = MappedRoute(moves, worker, member.host)
     boxes = layout_boxes(SHAPES, case[0], None).get(worker, {})
-    held = {name: WeightPart(name, boxes[name], values) for name, values in _filled(boxes).items()}
+    local = {name: WeightPart(name, boxes[name], values) for name, values in _filled(boxes).items()}
     wants = moves.wants.get(worker, {})
     into = _filled(wants)
-    place = WorkerParts(worker, torch.device("cpu"), held, wants, None)
+    place = WorkerParts(worker, torch.device("cpu"), local, wants, None)
 
     wanted = {name: WeightPart(name, wants[name], values) for name, values in into.items()}
 

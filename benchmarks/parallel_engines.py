@@ -302,8 +302,8 @@ def interleaving(name: str, best: dict[str, dict[str, float]]) -> dict[str, Any]
         one, Pipeline(chunks, "interleaved"), MICROBATCHES
     )
     found = {lengths: seconds["pp2"] / seconds["pp2 interleaved"] for lengths, seconds in best.items()}
-    told = ", ".join(f"{ratio:.2f} ({lengths})" for lengths, ratio in found.items())
-    print(f"{name:>5} interleaved over 1F1B: {told}; where messages and chunks cost nothing {predicted:.2f}")
+    shown = ", ".join(f"{ratio:.2f} ({lengths})" for lengths, ratio in found.items())
+    print(f"{name:>5} interleaved over 1F1B: {shown}; where messages and chunks cost nothing {predicted:.2f}")
     return {"measured": found, "bound": predicted}
 
 

@@ -131,9 +131,9 @@ def _order_mistakes(
         for first, count in order.devices:
             for device in range(first, first + count):
                 seen |= 1 << device
-                held = sorted(name for name, bits in devices.items() if bits >> device & 1)
-                if held != sorted(name for _, _, name in turns):
-                    found.append(f"device {device} is held by {held}")
+                used = sorted(name for name, bits in devices.items() if bits >> device & 1)
+                if used != sorted(name for _, _, name in turns):
+                    found.append(f"device {device} is held by {used}")
     if seen != (1 << spec.devices) - 1:
         found.append("some device has no order")
     return found

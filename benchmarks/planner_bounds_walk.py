@@ -51,11 +51,11 @@ def plan_within(rows: Rows, links: Links, room: Room, period: float, fixed: int)
             continue
         seconds, within = rows.seconds[call, row], True
         for device in range(devices):
-            held = room.load[call, device]
+            busy = room.load[call, device]
             if (rows.devices[call, row] >> device) & 1:
-                held += seconds
-                within &= held <= period * (1 + SLACK)
-            room.load[call + 1, device] = held
+                busy += seconds
+                within &= busy <= period * (1 + SLACK)
+            room.load[call + 1, device] = busy
         if not within:
             continue
         if call + 1 < n:

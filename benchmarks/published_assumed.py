@@ -101,13 +101,17 @@ def areal(row: Row, model: ModelSpec, cluster: Cluster) -> AssumedSteps | str:
 def _areal_lengths(model: ModelSpec) -> tuple[float, tuple[int, ...], str]:
     """Mean tokens of an answer; quantiles where the share of cut answers is known besides; and what is said."""
     cut = f"{AREAL_CUT:.0%} cut at {AREAL_BATCH.limit:,}"
-    told = next((tokens for billions, tokens in AREAL_TOKENS if model.n_params() < billions * 1e9), None)
-    if told is None:
+    published = next((tokens for billions, tokens in AREAL_TOKENS if model.n_params() < billions * 1e9), None)
+    if published is None:
         return mean_with_cut(AREAL_BATCH.limit, AREAL_CUT), (), cut
-    mean = told / AREAL_BATCH.samples - AREAL_BATCH.prompt
+    mean = published / AREAL_BATCH.samples - AREAL_BATCH.prompt
     known = lengths_with_cut(mean, AREAL_BATCH.limit, AREAL_CUT)
     places = [(i + 0.5) / N_QUANTILES for i in range(N_QUANTILES)]
-    return mean, tuple(round(known.quantile(place)) for place in places), f"{told / 1e6:.1f} million a batch, {cut}"
+    return (
+        mean,
+        tuple(round(known.quantile(place)) for place in places),
+        f"{published / 1e6:.1f} million a batch, {cut}",
+    )
 
 
 def mean_with_cut(limit: int, share: float) -> float:

@@ -195,15 +195,15 @@ def peak_of(case: Case) -> Peak | None:
     row = case.rows.get("peak_memory")
     if row is None or row.number("value") <= 0 or row.unit not in ("GB", "GiB"):
         return None
-    held = unknown = footprint(case).total
+    peak = unknown = footprint(case).total
     if "BLOOM" in row.system:  # counts the runtime, and what the allocator keeps
-        unknown = held + GPU_RUNTIME_BYTES + groups_of(case, known=False)
-        held = round((1 + CACHED_SHARE) * held) + GPU_RUNTIME_BYTES + groups_of(case)
+        unknown = peak + GPU_RUNTIME_BYTES + groups_of(case, known=False)
+        peak = round((1 + CACHED_SHARE) * peak) + GPU_RUNTIME_BYTES + groups_of(case)
     return Peak(
         row=row,
         regimes=tuple(regimes_of_case(case)),
         measured=row.number("value") * _unit(row),
-        predicted=held,
+        predicted=peak,
         varies=_added(case).total,
         device_bytes=case.request.cluster.memory_bytes,
         unknown=unknown,

@@ -103,12 +103,12 @@ def _kind(one: Prediction) -> str:
 def _left_out(rows: Sequence[tuple[Prediction, Prediction, str]]) -> LeftOut:
     plain, without = [error(one) for one, _, _ in rows], [error(two) for _, two, _ in rows]
     systems = {system for _, _, system in rows}
-    told = len(systems) > 1
+    several = len(systems) > 1
     return LeftOut(
         rows=len(rows),
         systems=len(systems),
-        median=median(without) if told else None,
-        p90=percentile(without, 0.9) if told else None,
+        median=median(without) if several else None,
+        p90=percentile(without, 0.9) if several else None,
         all_in_median=median(plain),
         all_in_p90=percentile(plain, 0.9),
     )

@@ -136,10 +136,10 @@ def _shape(row: Row) -> ModelSpec | None:
 def _timed(row: Row, model: ModelSpec, phase: str, seconds: float, assumed: str = "") -> Prediction | str:
     """A prediction of seconds, in the row's unit."""
     found = row.in_unit(seconds)
-    return found if isinstance(found, str) else _told(row, model, phase, found, assumed)
+    return found if isinstance(found, str) else _prediction(row, model, phase, found, assumed)
 
 
-def _told(row: Row, model: ModelSpec, phase: str, predicted: float, assumed: str = "") -> Prediction:
+def _prediction(row: Row, model: ModelSpec, phase: str, predicted: float, assumed: str = "") -> Prediction:
     group = f"{row.source.split('@')[0].strip()} | {row.model} | {row.metric}"
     family = "tensorrt-llm" if row.system.startswith("TensorRT-LLM") else "rl"
     return Prediction(
@@ -197,8 +197,8 @@ def _served(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
         return plan
     devices = max(tp * pp, row.count("n_gpus", tp * pp))
     found = requests * new / plan.period_seconds * devices / (tp * pp)
-    told = _told(row, model, "generate", found / devices if "per_gpu" in row.metric else found)
-    return replace(told, regimes=tuple(regimes_of("generate", model, layout)))
+    made = _prediction(row, model, "generate", found / devices if "per_gpu" in row.metric else found)
+    return replace(made, regimes=tuple(regimes_of("generate", model, layout)))
 
 
 def _sync(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:

@@ -253,8 +253,8 @@ def _gpt_of(row: Row) -> ModelSpec | None:
     """A GPT from the notes' hidden, layers and heads; layers from the parameters where they are not told."""
     hidden, layers, heads = (_noted(row, word) for word in ("hidden", "layers", "heads"))
     vocab = 250880 if "250k" in row.notes else 51200
-    told = re.search(r"([\d.]+)b\b", row.model.lower())
-    params = row.number("params_b", float(told[1]) if told else 0.0) * 1e9
+    named = re.search(r"([\d.]+)b\b", row.model.lower())
+    params = row.number("params_b", float(named[1]) if named else 0.0) * 1e9
     if not hidden:
         near = min(GPT, key=lambda size: abs(size * 1e9 - params))
         return GPT[near] if abs(near * 1e9 - params) < 0.06 * params else None

@@ -229,8 +229,8 @@ def _pin(request: PlanRequest, call: str, layout: Layout, engines: Engines) -> P
     )
     if isinstance(kind, Generate):
         longest = request.workload.prompt_tokens + request.workload.max_new_tokens
-        held = math.ceil((request.workload.max_running or 1) * tokens_in_flight(request)) + 1
-        return replace(place, kv_cache_tokens=max(longest, held))
+        cached = math.ceil((request.workload.max_running or 1) * tokens_in_flight(request)) + 1
+        return replace(place, kv_cache_tokens=max(longest, cached))
     tokens = max(1, engines.microbatch // layout.cp)
     place = replace(place, sharding=layout.sharding, max_tokens_per_microbatch=tokens)
     if not isinstance(kind, Train):
@@ -261,14 +261,14 @@ def _machine(cluster: Cluster, meshes: tuple[DeviceMesh, ...]) -> Cluster:
 
 def running_sequences(setting: Setting, engines: Engines, batch: Batch) -> int:
     """As many sequences at once as a replica's cache has room for."""
-    held = (setting.engine.weight_bytes or setting.element) * setting.model.n_params() / setting.layout.tp
-    room = engines.memory_share * setting.cluster.memory_bytes - held - ENGINE_BYTES
+    weights = (setting.engine.weight_bytes or setting.element) * setting.model.n_params() / setting.layout.tp
+    room = engines.memory_share * setting.cluster.memory_bytes - weights - ENGINE_BYTES
     lengths = lengths_of(batch.mean, batch.limit, batch.lengths)
     each = cache_bytes_per_token(setting) * (batch.prompt + 1.15 * lengths.mean_age)
     running = max(1, min(MOST_RUNNING, int(room / each)))
     if engines.in_flight:
-        held = lengths.mean / lengths.expected_max(batch.per_group) if batch.staleness else 1.0
-        running = max(1, min(running, round(engines.in_flight * held / setting.layout.dp)))
+        occupied = lengths.mean / lengths.expected_max(batch.per_group) if batch.staleness else 1.0
+        running = max(1, min(running, round(engines.in_flight * occupied / setting.layout.dp)))
     return running
 
 

@@ -88,13 +88,13 @@ def unpredicted(rows: Sequence[Row]) -> Iterator[tuple[Row, str]]:
         if isinstance(case, str):
             yield from ((row, case) for row in group.values())
             continue
-        told = {
+        converted = {
             one.row
             for one in (*_speed(case), *published_memory.predictions(case))
             if one.phase != "fits" or one.row.metric == "oom"
         }
         first = next((metric for metric in TIMES if metric in group), "")
-        yield from ((row, _why(row, first)) for row in group.values() if row not in told)
+        yield from ((row, _why(row, first)) for row in group.values() if row not in converted)
 
 
 def _why(row: Row, first: str) -> str:
@@ -171,12 +171,12 @@ def _least_recompute(case: Case) -> Case:
     """
     some, every = (replace(case, option=replace(case.option, recompute=way)) for way in ("selective", "full"))
     room = usable_bytes(case.request.cluster) - groups_of(case) - margin_of(some)
-    held, least = footprint(some).total, footprint(every).total
+    fewest, least = footprint(some).total, footprint(every).total
     if fits(case):
         return case
-    if held <= room:
+    if fewest <= room:
         return some
-    return replace(some, whole=(held - room) / (held - least)) if least <= room else case
+    return replace(some, whole=(fewest - room) / (fewest - least)) if least <= room else case
 
 
 def _layout(row: Row, layers: int) -> Layout:
@@ -293,9 +293,9 @@ def _inferred(row: Row) -> str:
     if not re.search(r"GPU type\S* inferred", row.notes) or OTHER_KIND in row.gpu:
         return ""
     other = _case({row.metric: replace(row, gpu=OTHER_KIND)})
-    told = _in_unit(other, row, _seconds(other)) if isinstance(other, Case) else None
+    converted = _in_unit(other, row, _seconds(other)) if isinstance(other, Case) else None
     return f"the device kind {row.gpu}, which the source does not print" + (
-        f"; on {OTHER_KIND}s the prediction is {told:.4g}" if told is not None else ""
+        f"; on {OTHER_KIND}s the prediction is {converted:.4g}" if converted is not None else ""
     )
 
 
@@ -304,8 +304,8 @@ def _in_unit(case: Case, row: Row, seconds: float) -> float | None:
     workload, devices = case.request.workload, case.layout.mesh.n_devices
     tokens = workload.n_samples * workload.max_new_tokens
     if row.metric == "step_time":
-        told = row.in_unit(seconds)
-        return told if isinstance(told, float) else None
+        converted = row.in_unit(seconds)
+        return converted if isinstance(converted, float) else None
     if row.metric == EIGHT_N:
         return 8 * case.model.n_params() * tokens / seconds / devices / 1e12
     if not row.unit.startswith(("sample", "seq", "token")):

@@ -101,7 +101,7 @@ def timed(ranks: LayoutRanks, turn: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def held(engine: TorchTrainEngine) -> dict[str, Tensor]:
+def local_values(engine: TorchTrainEngine) -> dict[str, Tensor]:
     """The weights that lie here, by name."""
     return {name: part.values for name, part in engine.contents.weights.items()}
 
@@ -119,17 +119,17 @@ def move(ranks: LayoutRanks, folder: Path, names: tuple[str, str], files: Path, 
     between = LAYOUTS[names[0]], LAYOUTS[names[1]]
     moves = reallocation(shapes, torch.float32, between, joined[0].member, model)
     route = _routes.setdefault(names, MappedRoute(moves, ranks.mesh.rank, joined[0].member.host))
-    worker, into, leads = ranks.mesh.rank, held(target), ranks.mesh.rank == 0
+    worker, into, leads = ranks.mesh.rank, local_values(target), ranks.mesh.rank == 0
     copy = {name: tensor.clone() for name, tensor in into.items()}
     whole = {name: torch.ones(shape) for name, shape in shapes.items()}
-    with source.held_parts() as parts:
+    with source.local_parts() as parts:
         place = WorkerParts(worker, source.device, parts, moves.wants[worker], source.segment)
         found = list(route.bring(place))  # where they lie
         route.settle()
     places = [into[name][box.within(place.wants[name]).slices] for name, box, _ in found]
 
     def ours() -> None:
-        with source.held_parts() as parts:
+        with source.local_parts() as parts:
             target.load_weights(route.bring(place._replace(holds=parts)), n)
             route.settle()
 
@@ -173,7 +173,7 @@ def checkpoint(ranks: LayoutRanks, folder: Path, name: str, files: Path, n: int)
     if name == "dp2":
         part = engine.snapshot()
         turns["save, one writer"] = lambda: part.write(files / "one", ALONE) if ranks.mesh.rank == 0 else None
-        turns |= bare(ranks, list(held(engine).values()), files)
+        turns |= bare(ranks, list(local_values(engine).values()), files)
     turns["load"] = lambda: engine.load(files / "ours")
     if name in WHOLE:
         state = sharded(engine)

@@ -29,7 +29,7 @@ from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.engine import OwnWeights, Request, RolloutLimits, TrainSettings
 from realgraph.runtime.generate.engine import TorchRolloutEngine
 from realgraph.runtime.generate.opening import open_rollout
-from realgraph.runtime.models.weights import held_parts
+from realgraph.runtime.models.weights import local_parts
 from realgraph.runtime.parallel.exchange import Reallocation, WorkerParts, reallocation
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.parallel.mapped import MappedRoute
@@ -109,15 +109,15 @@ def sent(here: Opened, route: str, passes: int) -> float:
     """Seconds that training stands still for an update of others. passes: forward passes before its optimizer step."""
     assert here.trainer is not None
     began = time.perf_counter()
-    with here.trainer.held_parts() as held:
-        for _ in here.routes[route].bring(WorkerParts(0, here.trainer.device, held, {}, here.trainer.segment)):
+    with here.trainer.local_parts() as local:
+        for _ in here.routes[route].bring(WorkerParts(0, here.trainer.device, local, {}, here.trainer.segment)):
             pass
-    told = time.perf_counter()
+    announced = time.perf_counter()
     for _ in range(passes):
         here.trainer.inference(tiny.batch(PASS_LENGTHS, 1), "logprobs", 1.0)
     steps = time.perf_counter()
     here.routes[route].settle()
-    return told - began + time.perf_counter() - steps
+    return announced - began + time.perf_counter() - steps
 
 
 def update(ranks: LayoutRanks, folder: Path, mode: str, version: int) -> dict[str, float]:
@@ -159,7 +159,7 @@ def memcpy(ranks: LayoutRanks, folder: Path) -> dict[str, float]:
     if not here.rollouts:
         ranks.mesh.barrier()
         return {}
-    tensors = [part.values for part in held_parts(here.rollouts["beside"]._batch._model.module).values()]
+    tensors = [part.values for part in local_parts(here.rollouts["beside"]._batch._model.module).values()]
     into = [torch.empty_like(tensor).copy_(tensor) for tensor in tensors]
     began = time.perf_counter()
     for a, b in zip(into, tensors, strict=True):

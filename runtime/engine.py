@@ -17,7 +17,7 @@ from realgraph.runtime.files.paths import RunPath
 from realgraph.runtime.job.audit import Audit
 from realgraph.runtime.parallel.exchange import WeightPart
 from realgraph.runtime.parallel.segments import WeightSegment
-from realgraph.runtime.wire.metrics import HeldBytes, Metric
+from realgraph.runtime.wire.metrics import Metric, ResidentBytes
 
 RELEASED = -1  # the version of weights that were given up
 Decode = Callable[[Sequence[int]], str]  # token ids to text
@@ -30,11 +30,11 @@ class TrainSettings:
     optimizer: None for a frozen role. total_steps: optimizer steps of the whole run, for the schedule. max_logprob_gap:
     mean |behaviour - recomputed| in nats of the tokens that a train call's own version sampled; None: no such gate.
     engines: workers of those that sample, each of which the gate judges by itself. max_age: tokens sampled more than
-    this many steps ago have no part in a loss; None: all have one. told_ages: tokens are counted by age in steps up to
-    this one, older ones together; None: they have none. trains: train calls a step of this role; generator_trains: of
-    the role that samples. skip_idle: leave out samples whose loss and gradient are exactly zero (`microbatch.idle`);
-    they still count in losses, in no other metric. entropy_metric: measure it in the first micro-batch of each step.
-    mixed_caches: tokens may have been drawn over keys of older weights; the gate looks at no sample of two versions.
+    this many steps ago have no part in a loss; None: all have one. counted_ages: tokens are counted by age in steps
+    up to this one, older ones together; None: they have none. trains: train calls a step of this role;
+    generator_trains: of the role that samples. skip_idle: leave out samples whose loss and gradient are exactly zero
+    (`microbatch.idle`); they still count in losses, in no other metric. entropy_metric: in the first micro-batch of a
+    step. mixed_caches: tokens may be drawn over keys of older weights; the gate looks at no sample of two versions.
     functions: of `apply` terms. offloaded: states wait in host memory. shared: workers of a host may read the weights.
     """
 
@@ -44,7 +44,7 @@ class TrainSettings:
     max_logprob_gap: float | None = None
     engines: tuple[int, ...] = ()
     max_age: int | None = None
-    told_ages: int | None = None
+    counted_ages: int | None = None
     trains: int = 1
     generator_trains: int = 1
     skip_idle: bool = True
@@ -181,7 +181,7 @@ class TrainEngine(Protocol):
         """The loss of held-out samples (this rank's, perhaps none) and its own metrics; no weight changes."""
         ...
 
-    def held_bytes(self) -> HeldBytes:
+    def resident_bytes(self) -> ResidentBytes:
         """Bytes of its part of the states on the device while a call runs; gradients as in the calls so far."""
         ...
 
@@ -189,7 +189,7 @@ class TrainEngine(Protocol):
         """Full tensors. Collective where the layout shards."""
         ...
 
-    def held_parts(self) -> AbstractContextManager[Mapping[str, WeightPart]]:
+    def local_parts(self) -> AbstractContextManager[Mapping[str, WeightPart]]:
         """The part of each weight that lies here, live and in the dtype that it is kept in; good inside."""
         ...
 
@@ -361,7 +361,7 @@ class RolloutEngine(Protocol):
         """All of its weights, in the order in which they are sent."""
         ...
 
-    def held_bytes(self) -> HeldBytes:
+    def resident_bytes(self) -> ResidentBytes:
         """Bytes of its weights while they are on the device."""
         ...
 

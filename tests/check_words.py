@@ -5,9 +5,11 @@ thing or the verb, are listed too. Exits with 1 where anything is found, with 0 
 """
 
 import ast
+import io
 import re
 import sys
-from collections.abc import Iterator, Sequence
+import tokenize
+from collections.abc import Iterator, Mapping, Sequence, Set
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
@@ -41,6 +43,7 @@ class Word(NamedTuple):
 
     text: str
     instead: str
+    in_names: bool  # it is right in texts
     right: tuple[tuple[str, re.Pattern[str]], ...]  # globs of files, each with the lines where the word is right
 
     def is_right(self, file: str, line: str) -> bool:
@@ -86,7 +89,8 @@ def read_words(text: str) -> tuple[Word, ...]:
         word, arrow, instead = line.partition(" -> ")
         if not arrow or not instead.strip():
             raise ValueError(f"line {number}: expected `word -> what to write instead`")
-        words.append(Word(word.strip().lower(), instead.strip(), ()))
+        name = word.strip().lower().removeprefix("name ")
+        words.append(Word(name, instead.strip(), word.startswith("name "), ()))
     return tuple(words)
 
 
@@ -97,11 +101,23 @@ def parts(name: str) -> str:
 
 def hits(words: Sequence[Word], file: str, text: str) -> Iterator[Hit]:
     """The words in a file, each once a line."""
+    in_code = _names_in_code(text) if file.endswith(".py") else {}
     for number, line in enumerate(text.splitlines(), 1):
         names = {parts(name) for name in _NAME.findall(line)}
+        own = in_code.get(number, frozenset())
         for word in words:
-            if any(f"_{word.text}_" in name for name in names) and not word.is_right(file, line):
+            found = any(f"_{word.text}_" in name for name in (own if word.in_names else names))
+            if found and not word.is_right(file, line):
                 yield Hit(file, number, word)
+
+
+def _names_in_code(text: str) -> Mapping[int, Set[str]]:
+    """The parts of the names in each line of Python code, without texts and comments."""
+    names = dict[int, set[str]]()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.NAME:
+            names.setdefault(token.start[0], set()).add(parts(token.string))
+    return names
 
 
 def openings(file: str, text: str) -> Iterator[Opening]:

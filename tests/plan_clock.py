@@ -252,7 +252,7 @@ class PlanClock:
                 continue
             if isinstance(event, Done):
                 self._update(event)
-                self._held(event.worker, event.call, -1)
+                self._call_began_or_ended(event.worker, event.call, -1)
             self._take(self._scheduler.on(event, self.now))
         assert self.halt.error is None, self.halt
         return self.ended
@@ -313,7 +313,7 @@ class PlanClock:
     def _work(self, worker: int, task: int, call: str, node: str) -> None:
         seconds = self._seconds.get(node, 0.0)
         self.spans.append((node, worker, self.now, self.now + seconds))
-        self._held(worker, call, 1)
+        self._call_began_or_ended(worker, call, 1)
         self._later(seconds, Done(worker, task, call, {}))
 
     # --- versions -----------------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ class PlanClock:
             self._homes[home].admit(group, lengths)
         self._go_on(home)
 
-    def _held(self, worker: int, call: str, change: int) -> None:
+    def _call_began_or_ended(self, worker: int, call: str, change: int) -> None:
         home = self._homes.get(self._home_of.get(worker, -1))
         if home is None or call not in self.job.plan.allocations:
             return

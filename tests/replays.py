@@ -28,7 +28,7 @@ class LoggedScheduler(Scheduler):
         return self._logged(event, now)
 
     def _logged(self, event: Event | None, now: float) -> list[Action]:
-        self.log.tell(event, now, lambda: self.image)
+        self.log.record(event, now, lambda: self.image)
         actions = super().start(now) if event is None else super().on(event, now)
         self.log.acted(actions)
         self.answers.append((event, now, actions))

@@ -186,7 +186,7 @@ class SimulatedRollouts(SimulatedTasks):
             reward = {"reward": Mean(float(len(named)), float(len(named)))} if named else {}
             return self.answer(number, command.task, "evaluate", None, reward)
         if command.sources:
-            assert self.contract.held_version(number, command.call) >= command.version
+            assert self.contract.version_at(number, command.call) >= command.version
             self.contract.check_sources(command.call, command.sources, named)
             groups = [group for group in {group_of(one) for one in named} if not self._too_long(group, command.call)]
             name, samples = command.call, [one for one in sorted(named) if group_of(one) in groups]

@@ -60,7 +60,7 @@ class Workers:
         self.fetched: dict[tuple[int, str, int], set[tuple[str, int]]] = {}  # (worker, call, step) -> (key, sample)
         self.engines = {name: {rank[0] for rank in ranks_of(self.layouts[name])} for name in self.graph.generates}
 
-    def held_version(self, number: int, call: str) -> int:
+    def version_at(self, number: int, call: str) -> int:
         """The version of the weights that `call` would use on this worker."""
         role = self.graph.role(call)
         if role not in self.versions:
@@ -107,7 +107,7 @@ class Workers:
             n = self.graph.samples_per_group
             samples = {sample for group in command.groups for sample in sample_ids(group, n)}
             self.check_sources(command.call, command.sources, samples)
-        held = self.held_version(number, command.call)
+        held = self.version_at(number, command.call)
         assert held >= command.version, f"{command.call} would run on version {held}, not {command.version}"
         self.check_keepers(number, command.groups, command.keepers)
         asked = {(command.call, group) for group in command.groups}
@@ -141,7 +141,7 @@ class Workers:
             assert command.checkpoint.endswith(f"step-{command.step:06d}")
             assert not self.all[number].making, "groups under way on an engine that reads a checkpoint"
             self.all[number].copies[self.generate] = command.version
-        held = self.held_version(number, self.generate)
+        held = self.version_at(number, self.generate)
         assert held == command.version, f"the evaluation would run on version {held}, not {command.version}"
 
     def check_reallocate(self, number: int, command: Reallocate) -> None:
@@ -166,7 +166,7 @@ class Workers:
         if not isinstance(call, Inference | Train):
             return
         assert number in self.layouts[command.call].mesh.devices
-        held = self.held_version(number, command.call)
+        held = self.version_at(number, command.call)
         assert held == command.version, f"{command.call} needs version {command.version}, worker {number} has {held}"
         if role in self.versions:
             trains = self.trains[role]

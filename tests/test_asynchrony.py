@@ -188,7 +188,7 @@ def spoil(batch, outputs, run, how):
         from realgraph.runtime.generate.engine import TorchRolloutEngine
         from realgraph.runtime.train.engine import TorchTrainEngine
 
-        held_parts = TorchTrainEngine.held_parts
+        local_parts = TorchTrainEngine.local_parts
 
         def forget(engine, parts):
             for _ in parts:
@@ -199,7 +199,7 @@ def spoil(batch, outputs, run, how):
             """What others read is no longer what is trained."""
             for parameter in engine.model.parameters():
                 parameter.data = parameter.data * 1.2
-            with held_parts(engine) as parts:
+            with local_parts(engine) as parts:
                 yield parts
 
         prepare = TorchRolloutEngine.prepare
@@ -208,7 +208,7 @@ def spoil(batch, outputs, run, how):
             prepare(engine, (part._replace(values=part.values * 1.2) for part in parts))
 
         if how == "send":
-            TorchTrainEngine.held_parts = wrong
+            TorchTrainEngine.local_parts = wrong
         elif how == "scale":
             TorchRolloutEngine.prepare = scaled
         else:

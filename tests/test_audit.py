@@ -18,7 +18,7 @@ from realgraph.runtime.batch import Packed
 from realgraph.runtime.engine import TrainOptions
 from realgraph.runtime.job.audit import AuditRecord, AuditSample, AuditSpan
 from realgraph.runtime.job.sample_ids import sample_id
-from realgraph.runtime.train.passes import AGES_TOLD
+from realgraph.runtime.train.passes import AGES_COUNTED
 from realgraph.runtime.wire.metrics import Metric
 from tests import tiny
 from tests.engines import POLICY, call, engine, folder
@@ -155,9 +155,9 @@ def aged(seed: int, version: int) -> Packed:
 
 
 def assert_shares_by_age(metrics: Mapping[str, Metric], counts: Counter[int], told: int) -> None:
-    """Each age up to `told`, AGES_TOLD at most, by itself, and the older ones together: all of the tokens."""
+    """Each age up to `told`, AGES_COUNTED at most, by itself, and the older ones together: all of the tokens."""
     found = {name.removeprefix("age_"): one.value for name, one in metrics.items() if name.startswith("age_")}
-    ages = range(min(told, AGES_TOLD) + 1)
+    ages = range(min(told, AGES_COUNTED) + 1)
     expected = {str(age): counts[age] / counts.total() for age in ages}
     assert found == pytest.approx({**expected, "older": 1.0 - sum(expected.values())})
 
@@ -166,7 +166,7 @@ def assert_shares_by_age(metrics: Mapping[str, Metric], counts: Counter[int], to
 def test_ages_are_told_where_none_is_too_old(folder: Path, trains: int) -> None:
     """As under `overdue: wait`, `drop` and `allow`: the tokens of each age are counted, and all have a part in the
     loss. Without ages, there are none."""
-    one, plain = (engine(folder, trains=trains, generator_trains=trains, told_ages=told) for told in (2, None))
+    one, plain = (engine(folder, trains=trains, generator_trains=trains, counted_ages=told) for told in (2, None))
     one.version = plain.version = 5 * trains
     batch = aged(3, 5 * trains)
     metrics, others = one.train(call(POLICY), [batch]), plain.train(call(POLICY), [batch])
@@ -189,7 +189,7 @@ def test_the_engine_writes_what_its_loss_has_met(
     """Against ages token by token; an engine with another bound than promised is found by its samples."""
     step, bound = 5, 2
     settings: dict[str, Any] = {"max_age": bound + more, "trains": trains, "generator_trains": trains}
-    settings |= {"told_ages": told}
+    settings |= {"counted_ages": told}
     one = engine(folder, max_tokens_per_microbatch=limit, **settings)
     one.version = step * trains
     batches = [aged(seed, step * trains) for seed in range(2)]

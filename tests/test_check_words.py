@@ -13,6 +13,7 @@ at_home -> in_place
 bare -> plain
     docs/* :: bare metal
     benchmarks/*
+name told -> reported
 """)
 
 
@@ -29,6 +30,8 @@ bare -> plain
         ("is_at_home(AtHome)", ["at_home"]),
         ("who is at home", []),
         ("a wish at_home", ["wish", "at_home"]),
+        ("n_told = told(one)  # what it was told", ["told"]),
+        ("a = 'told'  # told", []),
     ],
 )
 def test_words_are_found_in_names_and_texts_as_a_whole(line: str, found: list[str]) -> None:

@@ -154,7 +154,7 @@ def whole_of(engine: TorchTrainEngine | None) -> dict[str, Any] | None:
 def parts_of(engine: TorchTrainEngine | None) -> dict[str, WeightPart]:
     if engine is None:
         return {}
-    with engine.held_parts() as parts:
+    with engine.local_parts() as parts:
         return dict(parts)
 
 
@@ -197,7 +197,10 @@ def move(ranks: LayoutRanks, folder: Path, case: Case) -> Seen:
     receiver, dtype = source or target, getattr(torch, case.dtype)
     if receiver is not None:
         owner: TrainEngine | None = OffloadedEngine(source) if source is not None and case.offloaded else source
-        with pytest.MonkeyPatch.context() as patch, owner.held_parts() if owner is not None else nullcontext({}) as own:
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            owner.local_parts() if owner is not None else nullcontext({}) as own,
+        ):
             patch.setitem(exchanges.BUCKET_BYTES, "cpu", BUCKET)
             patch.setattr(dist, "isend", counted)
             shapes = {spec.name: spec.shape for spec in receiver.weight_specs()}

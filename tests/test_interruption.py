@@ -85,7 +85,7 @@ def test_samples_of_one_prompt_share_pages_only_within_a_version() -> None:
     batch, prompt = ContinuousBatch(module), tuple(range(1, 61))
     batch.submit([Request(i, prompt, 20, seed=i) for i in range(2)])
     batch.step()
-    held = batch._pool.held
+    held = batch._pool.n_used
     batch.weights.take(whole(new.named_parameters()))
     batch.weights_changed(1, "keep")
     batch.submit([Request(i, prompt, 20, seed=i) for i in range(2, 4)])
@@ -95,7 +95,7 @@ def test_samples_of_one_prompt_share_pages_only_within_a_version() -> None:
     by_id = {sequence.request.id: set(sequence.pages) for sequence in batch._running}
     assert by_id[0] & by_id[1] and by_id[2] & by_id[3]
     assert not (by_id[0] | by_id[1]) & (by_id[2] | by_id[3])
-    assert batch._pool.held == 2 * held
+    assert batch._pool.n_used == 2 * held
 
 
 def test_a_kept_cache_that_was_lost_is_computed_again_as_a_whole() -> None:

@@ -47,7 +47,7 @@ def test_a_page_is_free_or_held_by_who_was_given_it(actions: list[tuple[str, int
             case _:
                 pass
         held = {page for pages in holders for page in pages}
-        assert pool.held == len(held)
+        assert pool.n_used == len(held)
         assert pool.available == 40 - len(held)
         assert held <= set(range(1, pool.total + 1)) <= set(range(1, 41))
 
@@ -65,7 +65,7 @@ def check_pages(engine: ContinuousBatch) -> None:
             holders.setdefault(page, []).append((number, own))
     assert 0 not in holders
     assert all(len(set(who)) == 1 for who in holders.values())
-    assert engine._pool.held == len(holders)
+    assert engine._pool.n_used == len(holders)
     assert all(not sequence.pages and not sequence.cached for sequence in engine._waiting)
 
 
@@ -151,7 +151,7 @@ def test_a_quarter_of_the_places_runs_more_sequences_than_a_quarter(seed: int) -
     while not engine.idle:
         done |= {c.id: c for c in engine.step()}
         most = max(most, engine.running)
-        assert engine._pool.held <= pages_for(cache)
+        assert engine._pool.n_used <= pages_for(cache)
     assert most > 8
     assert {i: c.tokens for i, c in done.items()} == {i: c.tokens for i, c in expected.items()}
 
@@ -191,7 +191,7 @@ def test_samples_of_a_prompt_share_its_full_pages() -> None:
     engine.submit([Request(i, prompt, 20, seed=i) for i in range(8)])
     engine.step()
     check_pages(engine)
-    assert engine._pool.held == 3 + 8
+    assert engine._pool.n_used == 3 + 8
     engine.abort([0, 3])  # the first is who filled them
     check_pages(engine)
     expected = run(ContinuousBatch(DOUBLE, RolloutLimits(max_running=1)), [Request(5, prompt, 20, seed=5)])
@@ -199,4 +199,4 @@ def test_samples_of_a_prompt_share_its_full_pages() -> None:
     while not engine.idle:
         done |= {c.id: c for c in engine.step()}
     assert done[5].tokens == expected[5].tokens
-    assert not engine._pool.held
+    assert not engine._pool.n_used

@@ -65,7 +65,7 @@ def holdings(ranks: LayoutRanks, folder: Path, layout: Layout) -> dict[str, Box]
     here = ranks_of(layout, ranks)
     if here is None:
         return None
-    with opened(folder, layout, here).held_parts() as parts:
+    with opened(folder, layout, here).local_parts() as parts:
         return {name: part.box for name, part in parts.items()}
 
 

@@ -69,9 +69,9 @@ def test_the_first_interrupt_asks_and_the_second_ends() -> None:
 
 def test_progress_is_shown_on_terminals_only(capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(Terminal(file=sys.stderr, force_terminal=False))
-    progress.tell(float("inf"), 3.0)
+    progress.report(float("inf"), 3.0)
     assert progress.text == "no plan yet, bound 3.00 s (Ctrl-C takes it)"
-    progress.tell(4.0, 3.2)
+    progress.report(4.0, 3.2)
     assert progress.text == "best so far 4.00 s, bound 3.20 s, gap 25 % (Ctrl-C takes it)"
     progress.close()
     assert capsys.readouterr().err == ""

@@ -12,7 +12,7 @@ from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.inputs.cluster import ClusterSpec
 from realgraph.planner.inputs.detect import resolve
 from realgraph.planner.options.footprints import holding
-from realgraph.planner.options.holdings import active_of, candidate_of, group_for, held_copies
+from realgraph.planner.options.holdings import active_of, candidate_of, group_for, resident_copies
 from realgraph.planner.options.tables import device_bytes
 from realgraph.planner.plan.events import period
 from realgraph.planner.plan.layout import DeviceMesh, Layout
@@ -106,7 +106,7 @@ def held_meanwhile(asked: PlanRequest, found: Plan, during: str, name: str) -> i
         candidate = candidate_of(asked, allocations, one)
         states[one] = holding(asked, one, candidate, group_for(asked, candidate.layout)).host
     return active_of(asked, allocations, during).total + max(
-        sum(copy.footprint.total for copy in held_copies(asked, allocations) if device in copy.layout.mesh.devices)
+        sum(copy.footprint.total for copy in resident_copies(asked, allocations) if device in copy.layout.mesh.devices)
         + sum(nbytes for one, nbytes in states.items() if device in allocations[one].layout.mesh.devices)
         for device in allocations[during].layout.mesh.devices
     )

@@ -10,7 +10,7 @@ from realgraph.planner.costs.memory.memory import usable_bytes
 from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.inputs.devices import device_kinds
 from realgraph.planner.inputs.workload import Workload
-from realgraph.planner.options.holdings import active_of, held_copies, prefetched_during
+from realgraph.planner.options.holdings import active_of, prefetched_during, resident_copies
 from realgraph.planner.options.tables import Known, problem_of
 from realgraph.planner.plan.events import period
 from realgraph.planner.plan.layout import DeviceMesh, Layout
@@ -184,7 +184,7 @@ def test_any_pins_give_a_valid_live_plan_whose_fullest_device_is_found(asked: Pl
         pin = asked.pins.get(name, Pin())
         assert pin.devices is None or allocation.layout.mesh == DeviceMesh(pin.first or 0, pin.devices)
         assert pin.sharding in (None, allocation.layout.sharding)
-        copies = held_copies(asked, plan.allocations)
+        copies = resident_copies(asked, plan.allocations)
         early = prefetched_during(asked, plan.allocations, name)
         held = [
             sum(copy.footprint.total for copy in copies if device in copy.layout.mesh.devices)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realgraph.planner.costs.compute.slices import Runs, Weights, common_bytes, cuts_of, held_bytes
+from realgraph.planner.costs.compute.slices import Runs, Weights, common_bytes, cuts_of, resident_bytes
 from realgraph.planner.options.choices import candidates
 from realgraph.planner.options.meshes import family
 from realgraph.planner.options.moves import Moves, Place, move_matrix
@@ -114,7 +114,7 @@ def test_bytes_of_the_fullest_device_and_node_are_counted_slice_by_slice(
         most = max(
             counted([held[first + start + i] for i in range(runs.length)], None, weights) for start in runs.starts
         )
-        found = float(held_bytes(cuts, runs, weights)[0])
+        found = float(resident_bytes(cuts, runs, weights)[0])
         assert found >= most * (1 - 1e-9)
         if even(layout, runs):
             assert found == pytest.approx(most)

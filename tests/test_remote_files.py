@@ -106,8 +106,8 @@ def test_writers_here_and_there_write_the_files_of_one_and_read_them_back(
             f.name: f.read_bytes() for f in Path(alone).iterdir()
         }
         with Reader(remote, "x") as reader:
-            for held_there in boxes.values():
-                for tensor, box in held_there.items():
+            for own_boxes in boxes.values():
+                for tensor, box in own_boxes.items():
                     values = torch.empty(box.shape, dtype=full[tensor].dtype)
                     reader.read(tensor, WeightPart(tensor, box, values))
                     assert torch.equal(values, full[tensor][box.slices])

@@ -132,7 +132,7 @@ def test_new_weights_of_each_call_wait_for_its_own_samples_and_every_run_ends(fi
         simulator = simulator_of(shape, rng)
         while simulator.halt is None:
             simulator.run(max_events=simulator.n_events + 1)
-            held |= simulator.scheduler._collection.held
+            held |= simulator.scheduler._collection.paused
             n_moved += isinstance(simulator.log[-1].command, Reallocate) if simulator.log else 0
         assert simulator.halt.error is None, (seed, shape, simulator.halt.reason)
         assert simulator.step == shape.steps

@@ -9,7 +9,7 @@ from realgraph.runtime.engine import Request
 from realgraph.runtime.models.weights import whole
 from realgraph.runtime.parallel.checksums import WeightsDiffer
 from realgraph.runtime.rollout.weights.agreement import UpdateWords
-from realgraph.runtime.weights.server_checksums import HeldWeights
+from realgraph.runtime.weights.server_checksums import ChecksumComparison
 from tests.rollouts import drained
 from tests.sglang_engines import MODELS, SECONDS, assert_exact, folder, given, running, switch
 from tests.waiting import until
@@ -24,7 +24,7 @@ def test_weights_that_a_server_does_not_hold_as_it_was_given_them_are_found(
     """By itself where it is told to read them again, by another server, and by those that it held before."""
     with given(folder, tmp_path / "a") as (one, first), given(folder, tmp_path / "b") as (two, second):
         words = UpdateWords(HashStore(), "rollout", SECONDS, lambda worker: False)
-        held = [HeldWeights(words, range(2), place) for place in range(2)]
+        held = [ChecksumComparison(words, range(2), place) for place in range(2)]
         second.submit([Request(0, (5, 9, 2), 400, seed=0)])
         assert until(lambda: running(second), SECONDS)
         for engine in (first, second):

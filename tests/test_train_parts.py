@@ -146,8 +146,8 @@ def test_writers_of_parts_write_the_files_of_one_writer(
         assert {name for file in theirs for name in file} == {*full, "empty"}
         assert all(torch.equal(tensor, full[name]) for file in theirs for name, tensor in file.items() if name in full)
         with Reader(several, "x") as reader:
-            for worker, held_there in boxes.items():
-                for name, box in held_there.items():
+            for worker, own_boxes in boxes.items():
+                for name, box in own_boxes.items():
                     values = torch.empty(box.shape, dtype=full[name].dtype)
                     reader.read(name, WeightPart(name, box, values))
                     assert torch.equal(values, full[name][box.slices]), worker

@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_word_of_a_worker_that_is_gone_is_not_awaited(words: UpdateWords, gone: set[int]) -> None:
-    words.tell(1, "ready/0", "group")
+    words.post(1, "ready/0", "group")
     gone.add(7)
     assert words.hear(1, "ready/0", 7) == "group"  # it was said before
     with pytest.raises(WorkerGone, match="worker 7, which has a server, is gone"):
@@ -55,11 +55,11 @@ def test_of_workers_that_are_gone_only_what_they_have_said_is_heard(gone: set[in
 
     def says_a_last_word(worker: int) -> bool:
         if worker == 7:
-            UpdateWords(store, "rollout", PATIENCE, gone.__contains__).tell(0, "server/7", "2.28")
+            UpdateWords(store, "rollout", PATIENCE, gone.__contains__).post(0, "server/7", "2.28")
         return worker == 7 or worker in gone
 
     words = UpdateWords(store, "rollout", PATIENCE, says_a_last_word)
-    words.tell(0, "server/3", "2.27")
+    words.post(0, "server/3", "2.27")
     asked = {3: "server/3", 5: "server/5", 7: "server/7"}
     threading.Timer(0.2, gone.add, (5,)).start()
     began = time.monotonic()
@@ -74,13 +74,13 @@ def test_a_broadcast_ends_with_the_worker_of_a_server_and_the_others_read_the_fo
     sending = threading.Thread(target=trainer.send, args=(1, folder, SPECS), daemon=True)
     sending.start()
     assert words.hear(1, STAGED) == str(folder)
-    words.tell(1, f"{READY}0")
+    words.post(1, f"{READY}0")
     threading.Timer(0.2, gone.add, (5,)).start()
     with pytest.raises(BroadcastFailed, match="worker 5"):
         words.hear(1, GROUP)  # as the worker of the first server does
     sending.join(PATIENCE)
     assert not sending.is_alive()
-    threading.Timer(0.2, words.tell, (1, f"{DONE}0")).start()
+    threading.Timer(0.2, words.post, (1, f"{DONE}0")).start()
     began = time.monotonic()
     trainer.await_done(1)
     assert 0.1 < time.monotonic() - began < PATIENCE / 2

@@ -14,7 +14,7 @@ from realgraph.planner.feasibility.conflicts import Constraint, constraints_of
 from realgraph.planner.options.choices import candidates
 from realgraph.planner.options.constraints import constraint_problems, named_meshes
 from realgraph.planner.options.footprints import holding
-from realgraph.planner.options.holdings import allocation_of, group_for, held_copies, margin_of, peak_of
+from realgraph.planner.options.holdings import allocation_of, group_for, margin_of, peak_of, resident_copies
 from realgraph.planner.options.meshes import family
 from realgraph.planner.options.tables import Known, allowed, device_bytes, problem_of
 from realgraph.planner.plan.layout import DeviceMesh
@@ -197,9 +197,9 @@ def tightest(request: PlanRequest) -> Tight | None:
     worst = max(peaks, key=lambda call: bounds[call] - usable[call])
     device, footprint = peaks[worst]
     parts = [
-        (f"the {'trained states' if held.trained else 'weights'} of {held.role!r} for {', '.join(held.calls)}", nbytes)
-        for held in held_copies(request, allocations)
-        if device in held.layout.mesh.devices and (nbytes := held.footprint.total)
+        (f"the {'trained states' if copy.trained else 'weights'} of {copy.role!r} for {', '.join(copy.calls)}", nbytes)
+        for copy in resident_copies(request, allocations)
+        if device in copy.layout.mesh.devices and (nbytes := copy.footprint.total)
     ]
     own = footprint.total - sum(nbytes for _, nbytes in parts)
     return Tight(worst, device, footprint, (*parts, (f"{worst!r} itself", own)), usable[worst], bounds[worst])
@@ -217,9 +217,9 @@ def _least(request: PlanRequest, call: str, beside: dict[str, Allocation]) -> Ca
     trained = {a.layout for name, a in beside.items() if request.graph.role(name) == role}
 
     def needed(candidate: CallOption) -> tuple[int, int, int]:
-        held = holding(request, call, candidate, cluster)
-        resident = 0 if candidate.layout in trained else held.resident.total
-        return (resident + held.active.total + held.margin, held.resident.total, candidate.tokens)
+        own = holding(request, call, candidate, cluster)
+        resident = 0 if candidate.layout in trained else own.resident.total
+        return (resident + own.active.total + own.margin, own.resident.total, candidate.tokens)
 
     choices = [candidate for candidate in candidates(request, call, mesh, cluster) if candidate.residency != "in_place"]
     return min(choices, key=needed, default=None)
@@ -244,14 +244,14 @@ def needed_text(request: PlanRequest, device: int, mean: int, bound: int) -> str
 
 
 def _memory_problem(request: PlanRequest, tight: Tight, changes: Sequence[str]) -> Problem:
-    held = tight.footprint
+    footprint = tight.footprint
     largest, nbytes = max(tight.parts, key=lambda part: part[1])
     group = next(g for g in request.cluster.groups if device_bytes(request, g) == tight.usable)
-    needed = needed_text(request, tight.device, held.total, tight.bound)
+    needed = needed_text(request, tight.device, footprint.total, tight.bound)
     text = (
         f"no plan fits: call {tight.call!r} needs {needed}, "
         f"{shown_bytes(tight.usable)} of {shown_bytes(group.memory_bytes)} are usable; "
-        f"largest by purpose: {held.worst.replace('_', ' ')} {shown_bytes(getattr(held, held.worst))}; "
+        f"largest by purpose: {footprint.worst.replace('_', ' ')} {shown_bytes(getattr(footprint, footprint.worst))}; "
         f"by owner: {largest} {shown_bytes(nbytes)}"
     )
     more = "use more devices, or devices with more memory"

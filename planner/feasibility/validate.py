@@ -300,16 +300,16 @@ def _prefetches(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem
 
 def _memory(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
     for name, allocation in plan.allocations.items():
-        device, held = peak_of(request, plan.allocations, name)
-        bound = held.total + margin_of(request, plan.allocations, name)
+        device, footprint = peak_of(request, plan.allocations, name)
+        bound = footprint.total + margin_of(request, plan.allocations, name)
         usable = device_bytes(request, group_for(request, allocation.layout))
         if bound > usable:
-            part = f"{held.worst.replace('_', ' ')} {shown_bytes(getattr(held, held.worst))}"
-            needed = needed_text(request, device, held.total, bound)
+            part = f"{footprint.worst.replace('_', ' ')} {shown_bytes(getattr(footprint, footprint.worst))}"
+            needed = needed_text(request, device, footprint.total, bound)
             text = f"needs {needed}, {shown_bytes(usable)} are usable; most of it: {part}"
             generates = isinstance(request.graph.calls[name], Generate)
             less = "" if generates else ", sharding fsdp"
-            risk = ", or a lower memory.quantile" if held.total <= usable else ""
+            risk = ", or a lower memory.quantile" if footprint.total <= usable else ""
             hint = f"fewer {token_fields(generates)[0]}{less}, or a larger mesh{risk}"
             yield Problem(_at(file, f"$.allocations.{name}"), text, hint, "plan_memory")
 

@@ -33,11 +33,11 @@ class Holding(Struct, frozen=True):
 def holding(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> Holding:
     """Memory that a call holds on its devices. Where a copy is dropped after use, its weights count while the call
     runs; the caches of a later generate call count all the time, as the others generate beside it."""
-    held = waiting((request, call), (candidate.layout, candidate.residency), cluster)
+    own = waiting((request, call), (candidate.layout, candidate.residency), cluster)
     added, margin = running_bound(request, call, candidate, cluster)
     if stays_beside(request, call):
-        return replace(held, resident=held.resident + added, margin=margin)
-    return replace(held, active=held.active + added, margin=margin)
+        return replace(own, resident=own.resident + added, margin=margin)
+    return replace(own, active=own.active + added, margin=margin)
 
 
 def copy_of(request: PlanRequest, call: str, layout: Layout, cluster: Cluster) -> Footprint:

@@ -105,7 +105,7 @@ def _followed(request: PlanRequest, allocations: Allocations, call: str) -> Allo
     return trained if trained is not None and alike else own
 
 
-def held_copies(request: PlanRequest, allocations: Allocations) -> tuple[ResidentCopy, ...]:
+def resident_copies(request: PlanRequest, allocations: Allocations) -> tuple[ResidentCopy, ...]:
     """Every copy that stays on devices or in host memory. Calls of a role with equal layouts share one."""
     copies: dict[tuple[object, ...], ResidentCopy] = {}
     for call in request.mesh_calls:
@@ -121,23 +121,25 @@ def held_copies(request: PlanRequest, allocations: Allocations) -> tuple[Residen
         elif trained or candidate.residency == "in_place":
             key = (role, "trained")
         if key in copies:
-            held = copies[key]
-            footprint = held.footprint if held.trained else own.resident if trained else _larger(held, own)
-            host = max(held.host, own.host)
-            copies[key] = ResidentCopy(role, held.layout, (*held.calls, call), held.trained or trained, footprint, host)
+            known = copies[key]
+            footprint = known.footprint if known.trained else own.resident if trained else _larger(known, own)
+            host = max(known.host, own.host)
+            copies[key] = ResidentCopy(
+                role, known.layout, (*known.calls, call), known.trained or trained, footprint, host
+            )
         else:
             copies[key] = ResidentCopy(role, layout, (call,), trained, own.resident, own.host)
     return tuple(copies.values())
 
 
-def _larger(held: ResidentCopy, own: Holding) -> Footprint:
+def _larger(other: ResidentCopy, own: Holding) -> Footprint:
     """The bytes of a copy of which one call may keep what another gives up."""
-    return max(held.footprint, own.resident, key=lambda footprint: footprint.total)
+    return max(other.footprint, own.resident, key=lambda footprint: footprint.total)
 
 
 def active_of(request: PlanRequest, allocations: Allocations, call: str) -> Footprint:
     """Bytes that a running call adds on each device of its mesh."""
-    allocation, active = allocations[call], _held_by(request, allocations, call).active
+    allocation, active = allocations[call], _holding_of(request, allocations, call).active
     if not (allocation.spare_cache_tokens or allocation.spare_running):
         return active
     tokens, sequences = allocation.spare_cache_tokens, allocation.spare_running
@@ -146,7 +148,7 @@ def active_of(request: PlanRequest, allocations: Allocations, call: str) -> Foot
 
 def margin_of(request: PlanRequest, allocations: Allocations, call: str) -> int:
     """Bytes by which a peak may lie above the prediction while a call runs, at the quantile that the request asks."""
-    return _held_by(request, allocations, call).margin
+    return _holding_of(request, allocations, call).margin
 
 
 def prefetched_during(
@@ -162,10 +164,10 @@ def prefetched_during(
 
 def host_of(request: PlanRequest, allocations: Allocations, call: str) -> int:
     """Bytes per device that wait in the node's memory for a call."""
-    return _held_by(request, allocations, call).host
+    return _holding_of(request, allocations, call).host
 
 
-def _held_by(request: PlanRequest, allocations: Allocations, call: str) -> Holding:
+def _holding_of(request: PlanRequest, allocations: Allocations, call: str) -> Holding:
     candidate = candidate_of(request, allocations, call)
     return holding(request, call, candidate, group_for(request, candidate.layout))
 
@@ -173,15 +175,15 @@ def _held_by(request: PlanRequest, allocations: Allocations, call: str) -> Holdi
 def peak_of(request: PlanRequest, allocations: Allocations, call: str) -> tuple[int, Footprint]:
     """The device of the call's mesh that is fullest while it runs, and what it holds then."""
     mesh = allocations[call].layout.mesh
-    held_there = [(copy.layout.mesh, copy.footprint) for copy in held_copies(request, allocations)]
-    held_there += prefetched_during(request, allocations, call)
-    firsts = _first_devices(there for there, _ in held_there)
-    held = {
-        device: sum((footprint for there, footprint in held_there if device in there.devices), Footprint())
+    on_devices = [(copy.layout.mesh, copy.footprint) for copy in resident_copies(request, allocations)]
+    on_devices += prefetched_during(request, allocations, call)
+    firsts = _first_devices(there for there, _ in on_devices)
+    by_device = {
+        device: sum((footprint for there, footprint in on_devices if device in there.devices), Footprint())
         for device in sorted({mesh.first, *(device for device in firsts if device in mesh.devices)})
     }
-    worst = max(held, key=lambda device: held[device].total)
-    return worst, held[worst] + active_of(request, allocations, call)
+    worst = max(by_device, key=lambda device: by_device[device].total)
+    return worst, by_device[worst] + active_of(request, allocations, call)
 
 
 def bound_of(request: PlanRequest, allocations: Allocations, call: str) -> int:
@@ -191,7 +193,7 @@ def bound_of(request: PlanRequest, allocations: Allocations, call: str) -> int:
 
 def resident_on(request: PlanRequest, allocations: Allocations, first: int, stop: int) -> int:
     """Bytes that lie there all the time on the fullest of the devices from `first` up to `stop`."""
-    copies = held_copies(request, allocations)
+    copies = resident_copies(request, allocations)
     firsts = _first_devices(copy.layout.mesh for copy in copies)
     devices = {first, *(device for device in firsts if first < device < stop)}
     return max(sum(c.footprint.total for c in copies if device in c.layout.mesh.devices) for device in devices)
@@ -207,7 +209,7 @@ def _first_devices(meshes: Iterable[DeviceMesh]) -> Iterator[int]:
 def offloading(request: PlanRequest, allocations: Allocations) -> dict[int, int]:
     """Node -> bytes that wait in its memory; nodes are numbered through all groups."""
     nodes: dict[int, int] = {}
-    for copy in held_copies(request, allocations):
+    for copy in resident_copies(request, allocations):
         for device in copy.layout.mesh.devices if copy.host else ():
             node = request.cluster.node_of(device)
             nodes[node] = nodes.get(node, 0) + copy.host

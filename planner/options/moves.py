@@ -177,8 +177,8 @@ def longer_moves(request: PlanRequest, targets: Mapping[str, Sequence[Place]], s
     away = source.away
     more, less = np.zeros(len(away)), np.zeros(len(away))
     for call, places in targets.items():
-        held = _copies(request, call, source)
-        spared = np.minimum(held.whole, held.node_bytes[held.cut] + LEAST_SHARE * held.whole)
+        at_source = _copies(request, call, source)
+        spared = np.minimum(at_source.whole, at_source.node_bytes[at_source.cut] + LEAST_SHARE * at_source.whole)
         inside, outside, cards = 0.0, 0.0, np.zeros(len(away))
         for place in places:
             there = _copies(request, call, place)
@@ -187,7 +187,7 @@ def longer_moves(request: PlanRequest, targets: Mapping[str, Sequence[Place]], s
             near, far = (float(corrected(request, seconds, place).max()) for seconds in both)
             inside, outside = max(inside, near), max(outside, far)
             if request.cluster.nodes > 1 or request.cluster.more:
-                seconds = spared / min(there.per_node, held.per_node) / there.nic
+                seconds = spared / min(there.per_node, at_source.per_node) / there.nic
                 cards = np.maximum(cards, corrected(request, seconds, place))
         more, less = more + np.where(away, outside, inside), less + cards
     return LongerMoves(more[source.numbers], less[source.numbers])

@@ -134,8 +134,8 @@ def options_of(
         running, margin = running_bound(request, call, candidate, cluster)
         known.running[key] = running.total, margin
     if (layout, residency) not in known.waiting:
-        held = waiting((request, call), (layout, residency), cluster)
-        known.waiting[layout, residency] = held.resident.total, held.active.total, held.shared, held.host
+        own = waiting((request, call), (layout, residency), cluster)
+        known.waiting[layout, residency] = own.resident.total, own.active.total, own.shared, own.host
     (added, margin), (resident, active, shared, host) = known.running[key], known.waiting[layout, residency]
     beside, in_place = stays_beside(request, call), residency == "in_place"
     resident, active = (resident + added, active + margin) if beside else (resident, active + added + margin)

@@ -185,10 +185,10 @@ def _sentence(node: tuple[str, float], total: float, busiest: tuple[float, str, 
     """`train_actor bounds the period: resource load 96 % (devices 0-7); ...`."""
     (call, seconds), (load, devices, count) = node, busiest
     where = f"device{'s' * (count > 1)} {devices}"
-    held = f"it takes {seconds_text(seconds)}, {percent_text(seconds / total)} of the critical circuit"
+    share_text = f"it takes {seconds_text(seconds)}, {percent_text(seconds / total)} of the critical circuit"
     if load >= LOADED_SHARE:
-        return f"{call} bounds the period: resource load {percent_text(load)} ({where}); {held}"
+        return f"{call} bounds the period: resource load {percent_text(load)} ({where}); {share_text}"
     return (
-        f"{call} bounds the period by what waits for it: {held}; "
+        f"{call} bounds the period by what waits for it: {share_text}; "
         f"no device is busy for more than {percent_text(load)} of the period ({where})"
     )

@@ -10,9 +10,9 @@ from realgraph.planner.options.holdings import (
     ResidentCopy,
     active_of,
     group_for,
-    held_copies,
     margin_of,
     prefetched_during,
+    resident_copies,
 )
 from realgraph.planner.options.tables import device_bytes
 from realgraph.planner.plan.layout import DeviceMesh, Layout
@@ -52,7 +52,7 @@ class MemoryBar(Struct, frozen=True):
 
 def memory_bars(request: PlanRequest, plan: Plan) -> tuple[MemoryBar, ...]:
     """One bar per group of devices of one kind with the same calls, in the order of their first devices."""
-    copies = held_copies(request, plan.allocations)
+    copies = resident_copies(request, plan.allocations)
     groups: dict[tuple[int, ...], list[int]] = {}
     for device in range(request.cluster.n_devices):
         place = Layout(DeviceMesh(device, 1))

@@ -225,13 +225,13 @@ def _all_completed(request: PlanRequest, allocations: Mapping[str, Allocation]) 
 def _completed(request: PlanRequest, allocations: Mapping[str, Allocation], call: str, kept: int = 0) -> Allocation:
     """With what depends on the other allocations: memory, and whether a copy of its own is refreshed. kept: bytes of
     the caches of others that lie there meanwhile."""
-    allocation, held = allocations[call], peak_of(request, allocations, call)[1] + Footprint(kv_cache=kept)
+    allocation, footprint = allocations[call], peak_of(request, allocations, call)[1] + Footprint(kv_cache=kept)
     return replace(
         allocation,
         residency=allocation_of(candidate_of(request, allocations, call)).residency,
-        peak_bytes=held.total,
-        bound_bytes=held.total + margin_of(request, allocations, call),
-        worst_term=held.worst,
+        peak_bytes=footprint.total,
+        bound_bytes=footprint.total + margin_of(request, allocations, call),
+        worst_term=footprint.worst,
         host_bytes=host_of(request, allocations, call),
     )
 

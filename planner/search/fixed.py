@@ -65,5 +65,5 @@ def _matching(
     for i, option in enumerate(options):
         there = replace(option.candidate.layout, mesh=candidate.layout.mesh)
         if replace(option.candidate, layout=there) == candidate:
-            held = allocation.latency_seconds or allocation.seconds
-            yield abs(option.latency - held) + abs(option.seconds - allocation.seconds), i
+            planned = allocation.latency_seconds or allocation.seconds
+            yield abs(option.latency - planned) + abs(option.seconds - allocation.seconds), i

@@ -199,11 +199,11 @@ def _blocks(request: PlanRequest, plan: Plan, call: str, anew: float) -> int:
     size = layout.mesh.n_devices // layout.dp
     for first in range(layout.mesh.first, layout.mesh.first + layout.mesh.n_devices, size):
         there = {turn.call for device in range(first, first + size) for turn in plan.orders.get(device, ())}
-        held = sorted((spans[n][0] % whole, spans[n][1]) for n in {*there, reallocation_node(call)} if n in spans)
-        ends = [start + seconds for start, seconds in held]
-        latest = [max(ends[: i + 1]) for i in range(len(held))]
-        gaps = sum(held[i + 1][0] > latest[i] + anew for i in range(len(held) - 1))
-        round_it = bool(held) and held[0][0] + whole > latest[-1] + anew
+        busy = sorted((spans[n][0] % whole, spans[n][1]) for n in {*there, reallocation_node(call)} if n in spans)
+        ends = [start + seconds for start, seconds in busy]
+        latest = [max(ends[: i + 1]) for i in range(len(busy))]
+        gaps = sum(busy[i + 1][0] > latest[i] + anew for i in range(len(busy) - 1))
+        round_it = bool(busy) and busy[0][0] + whole > latest[-1] + anew
         most = max(most, gaps + round_it)
     return most
 
@@ -214,9 +214,9 @@ def _flow(request: PlanRequest, plan: Plan, call: str) -> _Flow:
     unit = replace(plan.allocations[call], seconds=1.0, latency_seconds=2.0)
     marked = replace(plan, allocations={**plan.allocations, call: unit})
     devices = candidate.layout.mesh.devices
-    held = {plan.orders.get(device, ()) for device in devices}
+    orders = {plan.orders.get(device, ()) for device in devices}
     moved = reallocation_node(call)
-    turns = {tuple(sorted({*(turn.call for turn in order), moved})) for order in held}
+    turns = {tuple(sorted({*(turn.call for turn in order), moved})) for order in orders}
     return _Flow(
         request=request,
         call=call,

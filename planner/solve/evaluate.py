@@ -93,8 +93,8 @@ def precedence_graph(problem: SearchProblem, choices: Mapping[str, Choice]) -> P
         through = target
         if seconds > 0:
             through = len(nodes)
-            held = nodes[source].meshes + nodes[target].meshes
-            nodes.append(ScheduledNode(reallocation_node(move.target), held, seconds, seconds))
+            both = nodes[source].meshes + nodes[target].meshes
+            nodes.append(ScheduledNode(reallocation_node(move.target), both, seconds, seconds))
             arcs.append(Arc(through, target, seconds, 0))
         arcs.append(Arc(source, through, nodes[source].latency, move.distance))
     return PrecedenceGraph(tuple(nodes), tuple(arcs))

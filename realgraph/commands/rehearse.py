@@ -43,7 +43,7 @@ from realgraph.screen.terminal import Terminal, run_terminal
 
 DIFFERENT, INTERRUPTED = 3, 130
 TRACE_BYTES = 1 << 26
-HELD_BACK = ("wait", "drop")  # what a run may do with samples over its bound; else they are trained on, or masked
+KEPT_OUT = ("wait", "drop")  # what a run may do with samples over its bound; else they are trained on, or masked
 
 
 class Rehearsed(Struct, frozen=True):
@@ -71,7 +71,7 @@ def rehearse_command(file: Path, overrides: Sequence[str], plan_file: Path | Non
         _write_models(toy, home, launcher)
         planned = _run(*_planned(toy, plan, request.cluster, scale), home / "planned", launcher)
         alone = _run(*_alone(toy), home / "alone", launcher) if planned.outcome.ok else None
-    bound = checked.run.staleness if checked.run.overdue in HELD_BACK else math.inf
+    bound = checked.run.staleness if checked.run.overdue in KEPT_OUT else math.inf
     _conclude((planned, alone), bound if plan.staleness else None, console)
 
 

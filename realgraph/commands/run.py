@@ -16,7 +16,7 @@ from realgraph.plan.command import print_plan
 from realgraph.run.costs_record import CostsFile, Planned
 from realgraph.run.ending import next_lines
 from realgraph.run.given_servers import check_given_servers
-from realgraph.run.launching import launcher_of, loading, tell_needs
+from realgraph.run.launching import launcher_of, loading, print_needs
 from realgraph.run.plan_warnings import plan_warnings
 from realgraph.run.restarts import back_off, give_up, prepared_again
 from realgraph.run.resume import ResumeOptions, resumed
@@ -181,7 +181,7 @@ def _execute(
         return _with_restarts(prepared, watchers, launcher)
     with _placed(prepared), owned(prepared.folder):
         prepared = replace(prepared, job=with_sums(prepared.job))
-        tell_needs(launcher, prepared)
+        print_needs(launcher, prepared)
         return _with_restarts(prepared, watchers, launcher)
 
 

@@ -92,22 +92,22 @@ def _over_hosts(request: DoctorRequest) -> DoctorReport:
     from realgraph.runtime.hosts.starter import AgentStarter, StartedByHand
     from realgraph.runtime.processes.launcher import LaunchError
 
-    tell = partial(say, err=True)
+    note = partial(say, err=True)
     interface = request.interface or None
     starter: AgentStarter
     with tempfile.TemporaryDirectory(prefix="realgraph-doctor-") as own:
         if request.slurm:
             nodes = len((allocation := the_allocation(variables())).nodes)
             address, port = address_of_interface(interface) if interface else address_towards(allocation), 0
-            starter, key_file = agents_by_srun(nodes, Path(own) / "srun.log", tell), Path(own) / KEY_FILE
+            starter, key_file = agents_by_srun(nodes, Path(own) / "srun.log", note), Path(own) / KEY_FILE
         else:
             assert request.n_hosts is not None
             (address, port), nodes = split_address(request.listen, "--listen"), request.n_hosts
-            starter, key_file = StartedByHand(tell, "to check"), request.folder.absolute() / KEY_FILE
+            starter, key_file = StartedByHand(note, "to check"), request.folder.absolute() / KEY_FILE
         check_listen(JoinTerms(address, port, trusted_network=request.trusted_network), "--listen")
         terms = Terms(nodes, address, port, key_file, request.join_seconds, interface, request.trusted_network)
         try:
-            return asyncio.run(check_hosts(terms, starter, request.folder.absolute(), tell))
+            return asyncio.run(check_hosts(terms, starter, request.folder.absolute(), note))
         except LaunchError as error:
             raise _mistake("--listen", str(error), "give an address of this host, and a port that is free") from None
 

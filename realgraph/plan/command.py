@@ -81,7 +81,7 @@ def plan_command(file: Path, overrides: Sequence[str] = (), options: PlanOptions
         elif options.json_out:
             say_json_text(sweep_json(made.sizes, options.target) if made.sizes else plan_to_json(made.plan))
         else:
-            report = _tell(now, report, made, options)
+            report = _print_report(now, report, made, options)
         if options.trace is not None:
             write(options.trace, trace_json(report))
         if options.html is not None:
@@ -136,7 +136,7 @@ def show(report: Report, console: Terminal) -> None:
         console.print(part)
 
 
-def _tell(now: Session, report: Report, made: Made, options: PlanOptions) -> Report:
+def _print_report(now: Session, report: Report, made: Made, options: PlanOptions) -> Report:
     """The plan at once, then what is searched beside it; returns the whole report."""
     out = wide_terminal()
     for part in plan_parts(report, out.width):

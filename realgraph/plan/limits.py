@@ -22,7 +22,7 @@ class Progress:
         self._status = Status("planning", console=console) if console.is_terminal else None
         self._began, self._shown, self.text = time.monotonic(), False, "planning"
 
-    def tell(self, period: float, bound: float) -> None:
+    def report(self, period: float, bound: float) -> None:
         """An incumbent or a bound has improved. Infinite or 0 where there is none yet."""
         incumbent = f"best so far {seconds_text(period)}" if period < float("inf") else "no plan yet"
         proven = f", bound {seconds_text(bound)}" if bound > 0 else ""

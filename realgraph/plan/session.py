@@ -69,7 +69,7 @@ def session(options: PlanOptions, checked: Checked | None = None) -> Iterator[Se
     """Ctrl-C asks for the best plan so far while this is open; progress is shown where stderr is a terminal."""
     progress = Progress(error_terminal())
     with interruptible() as stop, _uncollected():
-        limits = Limits(seconds=options.time_limit, seed=options.seed, stop=stop, progress=progress.tell)
+        limits = Limits(seconds=options.time_limit, seed=options.seed, stop=stop, progress=progress.report)
         try:
             yield Session(limits, stop, progress, checked)
         finally:

@@ -5,20 +5,20 @@ from collections.abc import Container
 from itertools import groupby
 
 from realgraph.runtime.master.observer import RunRecord, Span, StepRecord
-from realgraph.runtime.wire.metrics import ArrivedBytes, HeldBytes
+from realgraph.runtime.wire.metrics import ArrivedBytes, ResidentBytes
 
 
 class StepsSeen:
     """Keeps what a rehearsal compares.
 
     arrived: of all workers, by call, or by the name of a reallocation. times: of each, on the worker that ran it most.
-    held: by call, on the fullest worker.
+    resident: by call, on the fullest worker.
     """
 
     def __init__(self) -> None:
         self.metrics: list[dict[str, float]] = []  # of each step
         self.arrived: dict[str, ArrivedBytes] = {}
-        self.held: dict[str, HeldBytes] = {}
+        self.resident: dict[str, ResidentBytes] = {}
         self._began: defaultdict[int, list[tuple[float, str]]] = defaultdict(list)  # worker -> when calls began
         self._first: dict[str, float] = {}  # when the calls of the first step began, Unix seconds
 
@@ -32,8 +32,8 @@ class StepsSeen:
                 if not record.step:
                     self._first[call] = min(record.started, self._first.get(call, record.started))
                 self.arrived[call] = self.arrived.get(call, ArrivedBytes()) + record.arrived
-                if record.held is not None:
-                    self.held[call] = _fuller(self.held.get(call, HeldBytes()), record.held)
+                if record.resident is not None:
+                    self.resident[call] = _fuller(self.resident.get(call, ResidentBytes()), record.resident)
             case _:
                 pass
 
@@ -57,5 +57,5 @@ class StepsSeen:
         return tuple(call for call, _ in groupby(began))
 
 
-def _fuller(one: HeldBytes, other: HeldBytes) -> HeldBytes:
-    return HeldBytes(*(max(getattr(one, term), getattr(other, term)) for term in HeldBytes.__struct_fields__))
+def _fuller(one: ResidentBytes, other: ResidentBytes) -> ResidentBytes:
+    return ResidentBytes(*(max(getattr(one, term), getattr(other, term)) for term in ResidentBytes.__struct_fields__))

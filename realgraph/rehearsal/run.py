@@ -53,10 +53,10 @@ def toy_run(checked: Checked, scale: ToyScale, home: Path) -> ToyRun:
     data = home / "data.jsonl"
     n_rows = scale.toy_groups * MORE_ROWS
     rows = real_rows(run.data, checked.graph, scale, n_rows)
-    told = f"data: the first {len(rows)} rows of {run.data.path} that are not too long, by the model's tokenizer"
+    note = f"data: the first {len(rows)} rows of {run.data.path} that are not too long, by the model's tokenizer"
     if not rows:
         rows = made_rows(checked.graph, n_rows, prompt, response, run.seed)
-        told = f"data: made, as {run.data.path} or the model's tokenizer is not here"
+        note = f"data: made, as {run.data.path} or the model's tokenizer is not here"
     write_rows(data, rows)
     expected = run.batch.expected_new_tokens
     batch = BatchSpec(
@@ -82,7 +82,7 @@ def toy_run(checked: Checked, scale: ToyScale, home: Path) -> ToyRun:
     )
     graph = replace(checked.graph, models=models, calls=_toy_calls(checked.graph, scale))
     typical = typical_tokens(checked.graph, rows, scale.sample)
-    return ToyRun(replace(checked, run=small, graph=graph), tuple(toys), told, typical)
+    return ToyRun(replace(checked, run=small, graph=graph), tuple(toys), note, typical)
 
 
 def on_cluster(checked: Checked, cluster: Cluster | None) -> Checked:

@@ -42,7 +42,7 @@ class Counted(Struct, frozen=True):
 
 def counted_bytes(seen: StepsSeen, request: PlanRequest, plan: Plan) -> tuple[Counted, ...]:
     """All bytes that the workers of a run have counted, by call: those that came to them, and those they held."""
-    return (*_moved(seen, request, plan), *_held(seen, request, plan))
+    return (*_moved(seen, request, plan), *_resident(seen, request, plan))
 
 
 def _moved(seen: StepsSeen, request: PlanRequest, plan: Plan) -> Iterator[Counted]:
@@ -71,9 +71,9 @@ def _moved(seen: StepsSeen, request: PlanRequest, plan: Plan) -> Iterator[Counte
 def _least(request: PlanRequest, call: str, shapes: Shapes, layouts: tuple[Layout, Layout]) -> tuple[int, int]:
     """Bytes that the workers of the second layout lack beside those of the first, and that their nodes lack."""
     model = request.model(call), request.role(call).head
-    held, wanted = (layout_boxes(shapes, layout, model) for layout in layouts)
+    present, wanted = (layout_boxes(shapes, layout, model) for layout in layouts)
     node_of, lacked, between = request.cluster.node_of, 0, 0
-    for tensors, cells in cells_by_tensors(held, wanted):
+    for tensors, cells in cells_by_tensors(present, wanted):
         for cell in cells:
             nodes = {node_of(worker) for worker in cell.lacking} - {node_of(worker) for worker in cell.holders}
             lacked += len(tensors) * cell.box.numel * len(cell.lacking)
@@ -81,11 +81,11 @@ def _least(request: PlanRequest, call: str, shapes: Shapes, layouts: tuple[Layou
     return 8 * lacked, 8 * between  # float64
 
 
-def _held(seen: StepsSeen, request: PlanRequest, plan: Plan) -> Iterator[Counted]:
+def _resident(seen: StepsSeen, request: PlanRequest, plan: Plan) -> Iterator[Counted]:
     """The fullest device of every copy beside the planner's terms for it."""
     for copy in copies(request.graph, plan.allocations):
-        held = next((seen.held[call] for call in _users(copy.calls) if call in seen.held), None)
-        if held is None:
+        found = next((seen.resident[call] for call in _users(copy.calls) if call in seen.resident), None)
+        if found is None:
             continue
         call = copy.calls[0]
         model, role, shapes = request.model(call), request.role(call), toy_shapes(request, request.graph.role(call))
@@ -97,7 +97,7 @@ def _held(seen: StepsSeen, request: PlanRequest, plan: Plan) -> Iterator[Counted
             predicted = _bytes_of(footprint, term)
             divided = copy.layout.sharding == "fsdp" or term == "optimizer"
             tolerance = TOLERANCE + toy_excess(shapes, (model, role.head), copy.layout, divided=divided)
-            yield Counted(", ".join(copy.calls), term, getattr(held, term), predicted, tolerance)
+            yield Counted(", ".join(copy.calls), term, getattr(found, term), predicted, tolerance)
 
 
 def _users(calls: tuple[str, ...]) -> Iterator[str]:
@@ -121,15 +121,15 @@ def toy_excess(shapes: Shapes, model: tuple[ModelSpec, Head], layout: Layout, *,
     whole = replace(layout, sharding="replicated")
     ranks, copies = (layout.dp * layout.cp, expert_copies(layout)) if divided else (1, 1)
     worst = 0.0
-    for boxes in {id(held): held for held in layout_boxes(shapes, whole, model).values()}.values():
-        held = excess = 0.0
+    for boxes in {id(one): one for one in layout_boxes(shapes, whole, model).values()}.values():
+        total = excess = 0.0
         for name, box in boxes.items():
             parts = copies if is_expert(name) else ranks
             uncut = box.shape == shapes[name] and not is_expert(name)
             even, rows = box.numel / parts, math.ceil(box.shape[0] / parts) * box.numel / box.shape[0]
-            held += rows
+            total += rows
             excess += rows - even + uncut * (1 - 1 / layout.tp) * even
-        worst = max(worst, excess / (held - excess))
+        worst = max(worst, excess / (total - excess))
     return worst
 
 

@@ -57,7 +57,7 @@ def needed_of(prepared: PreparedRun) -> Needed:
     return Needed(job.cluster, prepared.folder.root, tuple(_paths(job)), {**job.data_sums, **job.eval_sums})
 
 
-def tell_needs(launcher: Launcher, prepared: PreparedRun) -> None:
+def print_needs(launcher: Launcher, prepared: PreparedRun) -> None:
     """Have a launcher know what a run needs now: the checksums of its data, its newest plan."""
     if isinstance(launcher, HostsLauncher):
         launcher.start_again(needed_of(prepared))

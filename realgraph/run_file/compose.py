@@ -118,8 +118,8 @@ def _compose(document: Document, file: Path, overrides: Sequence[str]) -> tuple[
     try:
         resolved = resolve(RunSpec, merged, graph, {})
     except ConfigError as error:
-        told = [in_its_section(problem, merged) for problem in error.problems]
-        raise ConfigError(all_problems(problems, told)) from None
+        located = [in_its_section(problem, merged) for problem in error.problems]
+        raise ConfigError(all_problems(problems, located)) from None
     placed, missing = _with_absolute_paths(resolved.document, graph_file, file)
     if wrong:  # what the graph's head lacks can't be decoded
         raise ConfigError(sorted([*problems, *missing]))

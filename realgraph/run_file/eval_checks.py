@@ -106,8 +106,8 @@ class _Known:
                     self.by_models.add(name)
                     made |= keys
                 self.models |= keys
-                told = {generated_key(live, name, key) for key in EVALUATED} if isinstance(call, Generate) else keys
-                self.functions |= told
+                readable = {generated_key(live, name, key) for key in EVALUATED} if isinstance(call, Generate) else keys
+                self.functions |= readable
             left = [name for name in left if name not in more]
 
     def missing(self, name: str) -> str | None:

@@ -32,14 +32,14 @@ class PagePool:
         return float("inf") if self._most is None else len(self._free) + self._most - self.total
 
     @property
-    def held(self) -> int:
+    def n_used(self) -> int:
         """Pages that somebody holds."""
         return self.total - len(self._free)
 
     def take(self, n: int) -> list[int]:
         """Hold `n` free pages; there have to be so many (`available`)."""
         if n > len(self._free):
-            self._grow(self.held + n)
+            self._grow(self.n_used + n)
         taken = [self._free.pop() for _ in range(n)]
         for page in taken:
             self._holders[page] = 1
@@ -62,7 +62,7 @@ class PagePool:
 
     def shrink(self) -> None:
         """Without a holder there is no page."""
-        if not self.held:
+        if not self.n_used:
             self.total, self._free, self._holders = 0, [], [0]
 
     def _grow(self, needed: int) -> None:

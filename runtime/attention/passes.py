@@ -214,7 +214,9 @@ class PrefillPass:
         self._cache = cache
         self._length = max(start + count for start, count in zip(starts, counts, strict=True))
         width = pages_for(self._length)
-        self._tables = torch.tensor([[*held[:width], *[0] * (width - len(held))] for held in pages], device=device)
+        self._tables = torch.tensor(
+            [[*numbers[:width], *[0] * (width - len(numbers))] for numbers in pages], device=device
+        )
         first = torch.tensor(starts, device=device)[:, None]
         steps = torch.arange(max(counts), device=device)
         count = torch.tensor(counts, device=device)[:, None]

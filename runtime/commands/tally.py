@@ -34,15 +34,15 @@ class StepTally:
         if metrics:
             sums = self._metrics.setdefault(call, {})
             for name, metric in metrics.items():
-                held = sums.get(name)
+                known = sums.get(name)
                 if type(metric) is Mean:  # no isinstance: every report of every worker comes here
-                    if type(held) is list:
-                        held[0] += metric.total
-                        held[1] += metric.weight
+                    if type(known) is list:
+                        known[0] += metric.total
+                        known[1] += metric.weight
                     else:
                         sums[name] = [metric.total, metric.weight]
                 elif isinstance(metric, Max):
-                    sums[name] = metric + held if isinstance(held, Max) else metric
+                    sums[name] = metric + known if isinstance(known, Max) else metric
         if ended > 0:
             span = self._spans.get(call)
             if span is None:
@@ -72,7 +72,7 @@ class StepTally:
     def metrics(self) -> dict[str, dict[str, Metric]]:
         """call -> name -> mean or maximum over all workers."""
         return {
-            call: {name: held if isinstance(held, Max) else Mean(*held) for name, held in sums.items()}
+            call: {name: known if isinstance(known, Max) else Mean(*known) for name, known in sums.items()}
             for call, sums in self._metrics.items()
         }
 

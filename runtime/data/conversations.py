@@ -29,8 +29,8 @@ class Misplaced(ValueError):
 
 def template_names(tokenizer: Tokenizer) -> frozenset[str]:
     """The names and words in the code of the tokenizer's chat templates."""
-    held = tokenizer.chat_template or ""
-    sources = held.values() if isinstance(held, Mapping) else [held]
+    templates = tokenizer.chat_template or ""
+    sources = templates.values() if isinstance(templates, Mapping) else [templates]
     return frozenset(name for source in sources for code in _CODE.findall(source) for name in _NAME.findall(code))
 
 

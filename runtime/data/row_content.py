@@ -80,27 +80,27 @@ class Content:
     def __init__(self, file: Path) -> None:
         self.file = file
         self._lock = threading.Lock()
-        self._held: BinaryIO | None = None
+        self._spool: BinaryIO | None = None
         self.lines = array("L")
         with unpacked(file) as stream:
             listed = form_of(file) not in ("CSV", "parquet") and _begins_array(stream)
             if not listed and file.suffix not in COMPRESSED:
                 return
-            self._held = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115 (it lives as long as the rows do)
+            self._spool = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115 (it lives as long as the rows do)
             for number, line in json_lines(stream, file) if listed else ():
                 self.lines.append(number)
-                self._held.write(line + b"\n")
+                self._spool.write(line + b"\n")
             while chunk := stream.read(_CHUNK_BYTES):
-                self._held.write(chunk)
+                self._spool.write(chunk)
 
     @contextmanager
     def at(self, offset: int) -> Iterator[BinaryIO]:
         """A stream that begins at byte `offset`, for this one reader. Raises ConfigError."""
         try:
-            if self._held is not None:
+            if self._spool is not None:
                 with self._lock:
-                    self._held.seek(offset)
-                    yield self._held
+                    self._spool.seek(offset)
+                    yield self._spool
                 return
             with self.file.open("rb") as stream:
                 stream.seek(offset)

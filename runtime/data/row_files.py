@@ -284,7 +284,7 @@ class ParquetRows:
                 except self._errors as error:
                     raise problem(self.where(index), f"can't be read: {str(error).splitlines()[0]}") from error
                 self._cache[number] = table
-                while len(self._cache) > 1 and sum(held.nbytes for held in self._cache.values()) > CACHED_BYTES:
+                while len(self._cache) > 1 and sum(cached.nbytes for cached in self._cache.values()) > CACHED_BYTES:
                     self._cache.popitem(last=False)
             self._cache.move_to_end(number)
         row: RawRow = table.slice(offset, 1).to_pylist()[0]

@@ -106,7 +106,7 @@ class JoinedHosts:
             self.fleet.place(host, (boot,))
             if is_public(host.facts.address) and not self._terms.trusted_network:
                 host.failed = "its address is public: name a private network by --interface, or add --trusted-network"
-            elif not await self.fleet.tell(host, LaunchWorkers((boot,), PROGRAM, START_SECONDS)):
+            elif not await self.fleet.send(host, LaunchWorkers((boot,), PROGRAM, START_SECONDS)):
                 host.failed = "it is not connected any more"
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end and any(_awaited(host) for host in self.hosts):

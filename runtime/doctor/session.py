@@ -90,7 +90,7 @@ class CheckMaster:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.close()
 
-    async def tell(self, worker: int, task: Task) -> None:
+    async def assign(self, worker: int, task: Task) -> None:
         """Give a worker its next task; late answers to the last one are forgotten. Raises SilentError."""
         while not self._answers[worker].empty():
             self._answers[worker].get_nowait()
@@ -159,7 +159,7 @@ async def _examined(master: CheckMaster, worker: int, task: Examine) -> HostRepo
         first = await master.answer(worker, CONNECT_SECONDS)
         assert isinstance(first, Connected), first
         asked = time.time()
-        await master.tell(worker, task)
+        await master.assign(worker, task)
         answer = await master.answer(worker, EXAMINE_SECONDS)
     except SilentError as error:
         return str(error)
@@ -196,11 +196,11 @@ async def measure(master: CheckMaster, names: Mapping[int, str], backend: Backen
 async def _pair(master: CheckMaster, pair: tuple[int, int], backend: BackendName) -> PairMeasured:
     (first, second), number = pair, master.next_number()
     try:
-        await master.tell(first, OpenPair(backend, number))
+        await master.assign(first, OpenPair(backend, number))
         opened = await master.answer(first, PAIR_SECONDS, number)
         if not isinstance(opened, PairOpened):
             return opened if isinstance(opened, PairMeasured) else PairMeasured(error="an answer to another question")
-        await master.tell(second, JoinPair(backend, number, opened.address))
+        await master.assign(second, JoinPair(backend, number, opened.address))
         joined, led = await asyncio.gather(*(master.answer(worker, PAIR_SECONDS, number) for worker in (second, first)))
     except SilentError as error:
         return PairMeasured(error=str(error))

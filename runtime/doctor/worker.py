@@ -56,7 +56,7 @@ async def _serve(boot: WorkerBoot) -> int:
     client = SecureClient(boot.master, b"%d" % boot.worker, boot.keys, boot.master_key)
     loop = asyncio.get_running_loop()
 
-    def tell(answer: Answer) -> None:
+    def reply(answer: Answer) -> None:
         asyncio.run_coroutine_threadsafe(client.send(encode(answer)), loop)
 
     await client.send(encode(Connected()))
@@ -71,17 +71,17 @@ async def _serve(boot: WorkerBoot) -> int:
                 continue
             match task:
                 case Examine():
-                    loop.run_in_executor(None, _examine, task, boot, tell)
+                    loop.run_in_executor(None, _examine, task, boot, reply)
                 case OpenPair():
-                    loop.run_in_executor(None, _open_pair, task, boot.interface, tell)
+                    loop.run_in_executor(None, _open_pair, task, boot.interface, reply)
                 case JoinPair():
-                    loop.run_in_executor(None, _join_pair, task, boot.interface, tell)
+                    loop.run_in_executor(None, _join_pair, task, boot.interface, reply)
     except TransportError as error:
         log.error("%s", error)
         return 1
 
 
-def _examine(task: Examine, boot: WorkerBoot, tell: Callable[[Answer], None]) -> None:
+def _examine(task: Examine, boot: WorkerBoot, reply: Callable[[Answer], None]) -> None:
     asked = time.time()
     network = look_at_network(boot.interface, interface_of_address(boot.interface))
     host = look(task.name, network, Path(task.folder))
@@ -89,7 +89,7 @@ def _examine(task: Examine, boot: WorkerBoot, tell: Callable[[Answer], None]) ->
         shares = Path(task.token).read_text(encoding="ascii") == task.content
     except (OSError, ValueError):
         shares = False
-    tell(Examined(msgspec.structs.replace(host, torch=torch_facts(), shares_folder=shares), asked, time.time()))
+    reply(Examined(msgspec.structs.replace(host, torch=torch_facts(), shares_folder=shares), asked, time.time()))
 
 
 def torch_facts() -> TorchFacts:
@@ -100,25 +100,25 @@ def torch_facts() -> TorchFacts:
     return TorchFacts(cuda, built_with, torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
-def _open_pair(task: OpenPair, address: str, tell: Callable[[Answer], None]) -> None:
+def _open_pair(task: OpenPair, address: str, reply: Callable[[Answer], None]) -> None:
     def meet() -> PairMeasured:
         with socket.create_server((address, 0)) as listener:
             port = listener.getsockname()[1]
             store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-        tell(PairOpened(f"{address}:{port}", task.number))
+        reply(PairOpened(f"{address}:{port}", task.number))
         return measured(PairLink(task.backend, _named(store), 0, address), leads=True)
 
-    tell(msgspec.structs.replace(_guarded(meet), number=task.number))
+    reply(msgspec.structs.replace(_guarded(meet), number=task.number))
 
 
-def _join_pair(task: JoinPair, address: str, tell: Callable[[Answer], None]) -> None:
+def _join_pair(task: JoinPair, address: str, reply: Callable[[Answer], None]) -> None:
     def meet() -> PairMeasured:
         host, _, port = task.address.rpartition(":")
         timeout = timedelta(seconds=MEET_SECONDS)
         store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
         return measured(PairLink(task.backend, _named(store), 1, address), leads=False)
 
-    tell(msgspec.structs.replace(_guarded(meet), number=task.number))
+    reply(msgspec.structs.replace(_guarded(meet), number=task.number))
 
 
 def _named(store: Store) -> Store:

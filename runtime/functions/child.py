@@ -129,7 +129,7 @@ class Child:
 
     def _answer(self, call: FunctionRequest, value: object, seconds: float) -> None:
         try:
-            message = frame(Returned(call.number, plain(value), seconds, held_bytes()))
+            message = frame(Returned(call.number, plain(value), seconds, resident_bytes()))
         except NotPlain as error:
             self._send(Raised(call.number, "error", f"returned {error}"))
             return
@@ -199,7 +199,7 @@ def _type_name(kind: type) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def held_bytes() -> int:
+def resident_bytes() -> int:
     """Memory of this process: resident now on Linux, its peak elsewhere."""
     if sys.platform == "linux":
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

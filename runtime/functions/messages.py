@@ -42,7 +42,7 @@ class Returned(Struct, frozen=True, tag=True):
     number: int
     value: Any
     seconds: float
-    held_bytes: int = 0
+    resident_bytes: int = 0
 
 
 class Raised(Struct, frozen=True, tag=True):

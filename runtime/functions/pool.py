@@ -67,7 +67,7 @@ class _Process:
     own: FunctionProcess
     env: frozenset[str]  # names of the variables that it knows
     asynchronous: dict[str, bool] = field(default_factory=dict)  # of each function loaded
-    held: dict[int, PoolCall] = field(default_factory=dict)
+    running: dict[int, PoolCall] = field(default_factory=dict)
     incoming: bytearray = field(default_factory=bytearray)
     outgoing: bytearray = field(default_factory=bytearray)
     retiring: bool = False
@@ -76,10 +76,10 @@ class _Process:
         """True where `work` may start here now: alone, or beside coroutines if it is known to be one itself."""
         if self.retiring or self.env != frozenset(work.env):
             return False
-        if not self.held:
+        if not self.running:
             return True
-        together = [*self.held.values(), work]
-        return len(self.held) < MAX_COROUTINES and all(
+        together = [*self.running.values(), work]
+        return len(self.running) < MAX_COROUTINES and all(
             self.asynchronous.get(each.fn, False) and not each.alone for each in together
         )
 
@@ -146,7 +146,7 @@ class FunctionPool:
             self._closing = True
             left = [*self._queue, *self._inbox]
         for process in list(self._processes):
-            left += process.held.values()
+            left += process.running.values()
             self._kill(process)
         for work in left:
             work.done(FunctionOutcome("skipped", text=self._why))
@@ -177,12 +177,12 @@ class FunctionPool:
     def _place(self, work: PoolCall) -> _Process | None:
         """An idle process that has the function, else an idle one, else a new one, else one that runs coroutines."""
         fit = [process for process in self._processes if process.takes(work)]
-        idle = [process for process in fit if not process.held]
+        idle = [process for process in fit if not process.running]
         if idle:
             return max(idle, key=lambda process: work.fn in process.asynchronous)
         if sum(process.env == frozenset(work.env) for process in self._processes) < self._n_processes:
             return self._spawn(frozenset(work.env))
-        return min(fit, key=lambda process: len(process.held), default=None)
+        return min(fit, key=lambda process: len(process.running), default=None)
 
     def _spawn(self, env: frozenset[str]) -> _Process:
         process = _Process(FunctionProcess(self._user_dir, env, self._bounds), env)
@@ -200,7 +200,7 @@ class FunctionPool:
             return
         loading = work.fn not in process.asynchronous
         work.deadline = time.monotonic() + (self._start_seconds if loading else self._limit(process, work))
-        process.held[number] = work
+        process.running[number] = work
         process.outgoing += message
         self._flush(process)
 
@@ -209,7 +209,7 @@ class FunctionPool:
 
     def _wait(self) -> None:
         """Wait until a socket is ready, work arrives, or the next deadline."""
-        due = min((work.deadline for process in self._processes for work in process.held.values()), default=None)
+        due = min((work.deadline for process in self._processes for work in process.running.values()), default=None)
         seconds = None if due is None else max(0.0, due - time.monotonic())
         for key, events in self._selector.select(seconds):
             process: _Process | None = key.data
@@ -253,11 +253,11 @@ class FunctionPool:
             text = f"wrote {error} to the socket that carries its answers, and its process was killed"
             self._blame(process, FunctionOutcome("died", text=f"{text}; what it prints belongs to standard output"))
             return
-        if process.retiring and not process.held:
+        if process.retiring and not process.running:
             self._kill(process)
 
     def _answer(self, process: _Process, answer: Answer) -> None:
-        work = process.held.get(answer.number)
+        work = process.running.get(answer.number)
         if work is None:
             return
         match answer:
@@ -265,18 +265,18 @@ class FunctionPool:
                 process.asynchronous[work.fn] = is_async
                 work.deadline = time.monotonic() + self._limit(process, work)
             case Raised(kind=kind, text=text, detail=detail):
-                del process.held[answer.number]
+                del process.running[answer.number]
                 work.done(FunctionOutcome(kind, text=text, detail=detail))
-            case Returned(value=value, seconds=seconds, held_bytes=held_bytes):
-                del process.held[answer.number]
+            case Returned(value=value, seconds=seconds, resident_bytes=resident_bytes):
+                del process.running[answer.number]
                 # A process that has grown to half of what it may have is replaced before it runs out.
-                process.retiring = process.retiring or held_bytes > self._bounds.memory_bytes // 2
+                process.retiring = process.retiring or resident_bytes > self._bounds.memory_bytes // 2
                 work.done(FunctionOutcome("ok", value=value, seconds=seconds))
 
     def _kill_overdue(self) -> None:
         now = time.monotonic()
         for process in list(self._processes):
-            late = [work for work in process.held.values() if work.deadline <= now]
+            late = [work for work in process.running.values() if work.deadline <= now]
             if late:
                 loading = late[0].fn not in process.asynchronous
                 kind: Literal["load", "timeout"] = "load" if loading else "timeout"
@@ -292,8 +292,8 @@ class FunctionPool:
     def _blame(self, process: _Process, outcome: FunctionOutcome, again: bool = False) -> None:
         """The one work that the process held has failed, unless it may run `again`, which it may once; of several, each
         is run again alone."""
-        works = list(process.held.values())
-        process.held.clear()
+        works = list(process.running.values())
+        process.running.clear()
         if len(works) == 1 and (works[0].repeated or not again):
             works[0].done(outcome)
             return

@@ -250,11 +250,11 @@ class ContinuousBatch:
 
     def _reclaim(self) -> bool:
         """Free the pages of what is set aside. False where there are none."""
-        held = [sequence for sequence in self._aside if sequence.pages]
-        for sequence in held:
+        with_pages = [sequence for sequence in self._aside if sequence.pages]
+        for sequence in with_pages:
             self._pool.give_back(sequence.pages)
             sequence.pages, sequence.cached = [], 0
-        return bool(held)
+        return bool(with_pages)
 
     @staticmethod
     def _has_room(sequence: RunningSequence) -> bool:

@@ -23,7 +23,7 @@ from realgraph.runtime.generate.session import (
     SetAside,
     Submitted,
 )
-from realgraph.runtime.wire.metrics import HeldBytes
+from realgraph.runtime.wire.metrics import ResidentBytes
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ STEP_SECONDS = 1800.0  # a decode step, prefills included, takes no longer; the 
 IDLE_SECONDS = 3600.0  # callers wake the thread; this only bounds one wait
 BEAT_SECONDS = 0.5  # between two exchanges of a session without work
 SHARED_BEAT_SECONDS = 0.02  # the same where other heads may have some meanwhile
-HELD_SECONDS = 0.01  # the same where there is work, and a rank can't take part yet
+BLOCKED_SECONDS = 0.01  # the same where there is work, and a rank can't take part yet
 
 
 class TorchRolloutEngine:
@@ -75,7 +75,7 @@ class TorchRolloutEngine:
         self._thread = threading.Thread(target=self._serve, name="rollout", daemon=True)
         self._thread.start()
 
-    def _tell(self, news: News) -> None:
+    def _pass_on(self, news: News) -> None:
         """Have the followers do the same before the next step."""
         if self._session is not None:
             assert self._session.leads, "requests come to the heads of a session"
@@ -89,7 +89,7 @@ class TorchRolloutEngine:
         with self._between_steps():
             self._check()
             self._batch.submit(requests)
-            self._tell(Submitted(tuple(requests)))
+            self._pass_on(Submitted(tuple(requests)))
             if self._thread is None:
                 self._start()
 
@@ -111,7 +111,7 @@ class TorchRolloutEngine:
         """See RolloutEngine."""
         with self._between_steps():
             self._batch.abort(ids)
-            self._tell(Aborted(tuple(ids)))
+            self._pass_on(Aborted(tuple(ids)))
             gone = set(ids)
             self._finished = [done for done in self._finished if done.id not in gone]
 
@@ -123,13 +123,13 @@ class TorchRolloutEngine:
             kept = self._finished, self._paused, self._failure
             self._finished, self._paused = [], False
             aside.enter_context(self._batch.set_aside())
-            self._tell(SetAside())
+            self._pass_on(SetAside())
         try:
             yield
         finally:
             with self._between_steps():
                 aside.close()
-                self._tell(Restored())
+                self._pass_on(Restored())
                 self._finished, self._paused, self._failure = kept
 
     def pause(self) -> None:
@@ -185,9 +185,9 @@ class TorchRolloutEngine:
         """See RolloutEngine."""
         return self._batch.weights.specs()
 
-    def held_bytes(self) -> HeldBytes:
+    def resident_bytes(self) -> ResidentBytes:
         """See RolloutEngine."""
-        return HeldBytes(self._batch.weights.nbytes)
+        return ResidentBytes(self._batch.weights.nbytes)
 
     def prepare(self, parts: Parts) -> None:
         """See RolloutEngine. Where they overwrite the old ones generation stands still until `switch`; exchanges go on,
@@ -313,10 +313,10 @@ class TorchRolloutEngine:
 
     def _generate_together(self, session: GenerationSession) -> None:
         """Exchanges, and the steps on which all workers agree, until one of them closes or is gone."""
-        held = False  # there was work that some worker could not take part in
+        blocked = False  # there was work that some worker could not take part in
         begun: Callable[[], Agreement] | None = None  # an exchange that is under way
         while True:
-            agreement = (begun or self._begin_exchange(session, held))()
+            agreement = (begun or self._begin_exchange(session, blocked))()
             go = self._heed(session, agreement)
             begun = self._begin_exchange(session) if go and session.steps_overlap else None
             if go:
@@ -325,7 +325,7 @@ class TorchRolloutEngine:
                 self._step(self._batch.settle)
             if agreement.closed:
                 return
-            held = not agreement.go and agreement.quiet
+            blocked = not agreement.go and agreement.quiet
 
     def _heed(self, session: GenerationSession, agreement: Agreement) -> bool:
         """Do what was agreed on, but for a step. True where one is to be made."""
@@ -347,11 +347,11 @@ class TorchRolloutEngine:
             self._notify()
         return go
 
-    def _begin_exchange(self, session: GenerationSession, held: bool | None = None) -> Callable[[], Agreement]:
-        """held: see `_await_turn`; None: a step follows before the exchange ends."""
+    def _begin_exchange(self, session: GenerationSession, blocked: bool | None = None) -> Callable[[], Agreement]:
+        """blocked: see `_await_turn`; None: a step follows before the exchange ends."""
         with self._changed:
-            if session.sets_the_pace and held is not None:
-                self._await_turn(held, SHARED_BEAT_SECONDS if session.n_heads > 1 else BEAT_SECONDS)
+            if session.sets_the_pace and blocked is not None:
+                self._await_turn(blocked, SHARED_BEAT_SECONDS if session.n_heads > 1 else BEAT_SECONDS)
             own = self._state()
             news, self._news, self._untold = self._news, [], False
             # callers wait for the outcome, and until what is under way has ended
@@ -366,13 +366,13 @@ class TorchRolloutEngine:
         mine = self._closed, bool(self._failure), self.version, self._dismissals, self._releases
         return RankState(halted, busy, *mine)
 
-    def _await_turn(self, held: bool, beat: float) -> None:
-        """Wait for a reason to make another exchange, without any for `beat` seconds. held: the last one found a worker
-        that could not take part."""
+    def _await_turn(self, blocked: bool, beat: float) -> None:
+        """Wait for a reason to make another exchange, without any for `beat` seconds. blocked: the last one found a
+        worker that could not take part."""
         if not self._together_busy and self._batch.idle:
             self._changed.wait_for(lambda: self._untold or self._ready or self._closed, beat)
-        elif held or self._halted:
-            self._changed.wait_for(lambda: self._untold or self._closed, HELD_SECONDS)
+        elif blocked or self._halted:
+            self._changed.wait_for(lambda: self._untold or self._closed, BLOCKED_SECONDS)
 
     def _take_in(self, news: News) -> None:
         """Do what the head has done."""

@@ -32,8 +32,8 @@ TAKE_SECONDS = 60.0  # of one wait; where the engine has failed it ends at once
 class StaleWeightsError(Exception):
     """A call was sent for another version of a role's weights than this worker has: a bug of the scheduler."""
 
-    def __init__(self, call: str, needed: int, held: int) -> None:
-        super().__init__(f"{call} needs version {needed} of its weights, this worker has {held}")
+    def __init__(self, call: str, needed: int, present: int) -> None:
+        super().__init__(f"{call} needs version {needed} of its weights, this worker has {present}")
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ class Rollouts:
             if len(group.completions) == len(group.prompts):
                 done.append(partly.pop(group.id).id)
         if self.ended is not None and partly:
-            self._tell_ended(self.ended, list(partly.values()))
+            self._report_ended(self.ended, list(partly.values()))
         if not done:
             return None
         started = max(self._reported, min(self._groups[group].started for group in done))
@@ -340,11 +340,11 @@ class Rollouts:
             drawn=load.drawn_tokens + sum(group.n_tokens for group in self._groups.values()),
         )
 
-    def _tell_ended(self, tell: Callable[[Sequence[int]], None], groups: Sequence[_Group]) -> None:
+    def _report_ended(self, notify: Callable[[Sequence[int]], None], groups: Sequence[_Group]) -> None:
         """Store what has ended of groups that are not whole, and tell of it."""
         new = [sample for group in groups for sample in group.completions.keys() - group.samples.keys()]
         self._store(groups)
-        tell(sorted(new))
+        notify(sorted(new))
 
     def _store(self, groups: Sequence[_Group]) -> None:
         """Put the keys of samples that have ended and are not there yet into the store, key by key for all at once."""

@@ -123,13 +123,13 @@ class GenerationSession:
         collected = self._ranks.begin_collect(torch.tensor(numbers, dtype=torch.int64))
         return lambda: self._agreed(text, collected())
 
-    def _agreed(self, text: bytes, told: torch.Tensor) -> Agreement:
-        """The outcome. text: this worker's news; told: what all have told."""
-        halted, busy, closed, failed, version, dismissals, releases, sizes = told.unbind(1)
+    def _agreed(self, text: bytes, gathered: torch.Tensor) -> Agreement:
+        """The outcome. text: this worker's news; gathered: the numbers of all."""
+        halted, busy, closed, failed, version, dismissals, releases, sizes = gathered.unbind(1)
         alike = bool((version == version[0]).all())
         stopped = bool((halted + closed + failed).any())
         return Agreement(
-            news=self._told(text, sizes.tolist()) if sizes.any() else (),
+            news=self._heads_news(text, sizes.tolist()) if sizes.any() else (),
             quiet=not sizes.any(),
             go=alike and not stopped and bool(busy.any()),
             busy=bool(busy.any()),
@@ -139,7 +139,7 @@ class GenerationSession:
             releases=int(releases.max()),
         )
 
-    def _told(self, text: bytes, sizes: Sequence[int]) -> tuple[News, ...]:
+    def _heads_news(self, text: bytes, sizes: Sequence[int]) -> tuple[News, ...]:
         """The news of this worker's head. sizes: bytes of every worker's. Collective."""
         everybodys = torch.zeros(sum(sizes), dtype=torch.uint8)
         parts = torch.split(everybodys, list(sizes))

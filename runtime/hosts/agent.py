@@ -239,8 +239,8 @@ class HostAgent:
             self._n_running -= 1
             if status:
                 self._say(f"worker {worker} {describe_exit(status)}")
-            told = status != 0 or self._own_logs is not None
-            await self._send(WorkerEnded(worker, status, fleet.last_lines(worker, RELAYED_LINES) if told else ""))
+            wanted = status != 0 or self._own_logs is not None
+            await self._send(WorkerEnded(worker, status, fleet.last_lines(worker, RELAYED_LINES) if wanted else ""))
 
     async def _send(self, message: AgentMessage) -> None:
         await self._client.send(encode(message))

@@ -11,7 +11,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from realgraph.runtime.files.server import FileServer
-from realgraph.runtime.hosts.host_logs import add_lines, tell_place
+from realgraph.runtime.hosts.host_logs import add_lines, record_place
 from realgraph.runtime.hosts.hub import Hub
 from realgraph.runtime.hosts.messages import (
     BEAT_SECONDS,
@@ -171,14 +171,14 @@ class HostsFleet:
         self._stacks.pop(worker, None)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DUMP_SECONDS + ANSWER_SECONDS):
-                if await self.tell(host, DumpStacks(worker)):
+                if await self.send(host, DumpStacks(worker)):
                     await self.until(lambda: worker in self._stacks or host.ended, DUMP_SECONDS + ANSWER_SECONDS)
         return self._stacks.pop(worker, None) or WorkerStacks(worker, missing=f"{host.text} does not answer")
 
     async def kill(self, worker: int) -> None:
         """End one worker at once, with all that it started; nothing happens where it has ended."""
         if worker in self._running:
-            await self.tell(self._host_of[worker], KillWorker(worker))
+            await self.send(self._host_of[worker], KillWorker(worker))
 
     async def restart(self, boot: WorkerBoot) -> None:
         """See Fleet. Raises LaunchError where its host has left the run."""
@@ -188,7 +188,7 @@ class HostsFleet:
         self._boots[worker] = replace(self._boots[worker], **new)
         self._lines.pop(worker, None)
         self._running.add(worker)  # before its end can be told
-        if host.ended or not await self.tell(host, RestartWorker(self._boots[worker])):
+        if host.ended or not await self.send(host, RestartWorker(self._boots[worker])):
             self._running.discard(worker)
             raise LaunchError(f"{self.host_of(worker)} is gone")
 
@@ -198,7 +198,7 @@ class HostsFleet:
         end = self._owner.invite_again(grace_seconds) if again else EndHost(grace_seconds)
         living = [host for host in (*self.hosts.values(), *self._spares.values()) if not host.ended]
         for host in living:
-            await self.tell(host, end)
+            await self.send(host, end)
         last = time.monotonic() + grace_seconds + KILL_SECONDS + REPLY_SECONDS
         while time.monotonic() < last and not all(host.ended or host.silent for host in living):
             with contextlib.suppress(TimeoutError):
@@ -211,7 +211,7 @@ class HostsFleet:
             await self.files.close()
         await self._owner.ended(sum(host.answered for host in living) if again else 0)
 
-    async def tell(self, host: RemoteHost, message: MasterMessage) -> bool:
+    async def send(self, host: RemoteHost, message: MasterMessage) -> bool:
         """Send to a host's agent; False where it is not connected."""
         try:
             await self._hub.send(host.agent, message, host.text)
@@ -248,7 +248,7 @@ class HostsFleet:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             for host in [host for host in self.hosts.values() if host.started and not host.ended]:
-                host.missed = 0 if await self.tell(host, MasterBeat()) else host.missed + 1
+                host.missed = 0 if await self.send(host, MasterBeat()) else host.missed + 1
                 if host.missed > 1:
                     host.reason = host.reason or "its agent is gone"
                     self._ended(host)
@@ -268,7 +268,7 @@ class HostsFleet:
             self._owner.welcome(host, len(self.hosts) + len(self._spares))
             return
         names = ", ".join(sorted(other.facts.name for other in self.hosts.values()))
-        await self.tell(host, Refuse(f"the run has its {self._owner.n_hosts} hosts: {names}"))
+        await self.send(host, Refuse(f"the run has its {self._owner.n_hosts} hosts: {names}"))
 
     def _note(self, host: RemoteHost, message: AgentMessage) -> None:
         match message:
@@ -278,7 +278,7 @@ class HostsFleet:
             case HostStarted(logs=logs):
                 host.started, host.logs = True, logs
                 for worker in self._workers_of(host) if logs else ():
-                    tell_place(Path(self._boots[worker].log), host.text, logs)
+                    record_place(Path(self._boots[worker].log), host.text, logs)
             case HostFailed(error=error):
                 host.failed = error
             case WorkerEnded(worker=worker, status=status) if self._host_of.get(worker) is host:

@@ -25,7 +25,7 @@ def own_logs(boots: Sequence[WorkerBoot]) -> tuple[tuple[WorkerBoot, ...], str]:
     return tuple(replace(boot, log=str(folder / Path(boot.log).name)) for boot in boots), str(folder)
 
 
-def tell_place(log: Path, host: str, folder: str) -> None:
+def record_place(log: Path, host: str, folder: str) -> None:
     """In the run directory, where a log would be: where it is."""
     add_lines(
         log, f"--- from here on the log is on {host}: {folder}/{log.name}; its end follows when its worker ends\n"

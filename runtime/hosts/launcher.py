@@ -161,7 +161,7 @@ class HostsLauncher:
         try:
             for host in hosts:
                 host.asked = time.time()
-                await fleet.tell(host, Look(self._needed.paths, str(token), content, sums))
+                await fleet.send(host, Look(self._needed.paths, str(token), content, sums))
             await fleet.until(lambda: all(host.looked for host in hosts), seconds)
         except TimeoutError:
             silent = ", ".join(host.text for host in hosts if host.looked is None)
@@ -193,7 +193,7 @@ class HostsLauncher:
         for node, host in enumerate(hosts):
             own = tuple(boot for boot in boots if boot.node == node)
             fleet.place(host, own)
-            if not await fleet.tell(host, LaunchWorkers(own, program, seconds)):
+            if not await fleet.send(host, LaunchWorkers(own, program, seconds)):
                 raise LaunchError(f"{host.text} is gone")
         try:
             await fleet.until(lambda: all(host.started for host in hosts) or any(_stopped(h) for h in hosts), seconds)

@@ -181,8 +181,8 @@ async def rescue(
     for task in count(FIRST_RESCUE_TASK, -1):
         left = workers.fleet.running - inbox.gone
         roles = rescuers(job, left)
-        for worker, held in roles.items():
-            versions = {role: state.versions[role] for role in held}
+        for worker, own_roles in roles.items():
+            versions = {role: state.versions[role] for role in own_roles}
             command = Rescue(task, state.step, str(partial), versions, tuple(sorted(left)))
             try:
                 await workers.socket.send(worker, command)

@@ -24,8 +24,7 @@ from realgraph.runtime.scheduler.image import SchedulerImage
 from realgraph.runtime.scheduler.scheduler import Scheduler
 from realgraph.runtime.wire.protocol import Bye, Done, Heartbeat, Hello, Met, Ready, encode
 
-# version of LogStart and LoggedEvent; 3 knew no metrics by group, and no engines in the place of lost ones
-LOG_FORMAT = 4
+LOG_FORMAT = 5  # version of LogStart and LoggedEvent, fields' names among it
 BUFFER_BYTES = 1 << 16  # written at once, at the latest
 HEAD = struct.Struct("<III")  # bytes of a record, their CRC-32, the CRC-32 of these two numbers
 
@@ -70,12 +69,12 @@ class Diverged(ValueError):
 
 def checksum(actions: Iterable[Action], before: int) -> int:
     """CRC-32 of the commands, checkpoints and end among `actions`, and of all before."""
-    told = [action for action in actions if isinstance(action, Send | CheckpointWritten | Halt)]
-    return zlib.crc32(encode(told), before) if told else before
+    lasting = [action for action in actions if isinstance(action, Send | CheckpointWritten | Halt)]
+    return zlib.crc32(encode(lasting), before) if lasting else before
 
 
 class EventLog:
-    """The log that a run writes: `tell` before the Scheduler is told, `acted` with what it answers.
+    """The log that a run writes: `record` before the Scheduler is told, `acted` with what it answers.
 
     A log that lies at `path` already is that of an earlier life of the run: it is kept as the one before.
     """
@@ -93,7 +92,7 @@ class EventLog:
             os.replace(self._path, older(self._path))
         return open(self._path, "wb", buffering=0, opener=private)
 
-    def tell(self, event: Event | None, now: float, image: Callable[[], SchedulerImage]) -> None:
+    def record(self, event: Event | None, now: float, image: Callable[[], SchedulerImage]) -> None:
         """Log `event` (None: the start), which the Scheduler of `image` is told next. Raises OSError."""
         if isinstance(event, Hello | Ready | Met | Heartbeat | Bye):
             return  # it leaves the Scheduler as it is

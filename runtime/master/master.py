@@ -119,7 +119,7 @@ class Master:
         except OSError as error:
             warnings = (f"the checkpoints are left as they are: {disk_text(error)}",)
         for text in warnings:
-            self._tell(Note(text, "warning"))
+            self._publish(Note(text, "warning"))
 
     def _interrupted(self, count: int) -> None:
         if self._inbox is not None:
@@ -238,7 +238,7 @@ class Master:
     async def _drive_replacing(self, workers: WorkerGroup, inbox: Inbox, log: EventLog) -> Failed | None:
         self._step_began = time.monotonic()
         self._last_state = self._scheduler.state
-        actions = self._tell_scheduler(None, inbox, log)
+        actions = self._ask_scheduler(None, inbox, log)
         event: Event | StopNow
         silent: tuple[WorkerStacks, ...] = ()
         while True:
@@ -269,12 +269,12 @@ class Master:
                     pass
                 case _:
                     assert_never(event)
-            actions = self._tell_scheduler(event, inbox, log)
+            actions = self._ask_scheduler(event, inbox, log)
 
-    def _tell_scheduler(self, event: Event | None, inbox: Inbox, log: EventLog) -> list[Action]:
+    def _ask_scheduler(self, event: Event | None, inbox: Inbox, log: EventLog) -> list[Action]:
         """The Scheduler's actions about `event` (None: its start), which is on record before. Raises OSError."""
         now = inbox.clock.now()
-        log.tell(event, now, lambda: self._scheduler.image)
+        log.record(event, now, lambda: self._scheduler.image)
         actions = self._scheduler.start(now) if event is None else self._scheduler.on(event, now)
         log.acted(actions)
         return actions
@@ -284,7 +284,7 @@ class Master:
         if reply.ended > 0:
             span = Span(reply.worker, call, self._steps, reply.started, reply.ended)
             if isinstance(reply, Done):
-                span = msgspec.structs.replace(span, arrived=reply.arrived, held=reply.held)
+                span = msgspec.structs.replace(span, arrived=reply.arrived, resident=reply.resident)
             self._observers.observe(span)
 
     async def _perform(self, workers: WorkerGroup, actions: list[Action]) -> Halt | None:
@@ -346,9 +346,9 @@ class Master:
         except OSError as error:
             self._observers.note(f"the state after step {state.step} was not saved: {disk_text(error)}", "error")
         else:
-            self._tell(CheckpointRecord(state.step, str(done.path), time.monotonic() - began))
+            self._publish(CheckpointRecord(state.step, str(done.path), time.monotonic() - began))
 
-    def _tell(self, record: RunRecord) -> OSError | None:
+    def _publish(self, record: RunRecord) -> OSError | None:
         """Tell the watchers at the end of a run: that one of them can't write any more is no news then."""
         try:
             self._observers.observe(record)
@@ -358,7 +358,7 @@ class Master:
 
     def _ended(self, failure: Failed | None) -> RunOutcome:
         outcome = self._outcome(failure)
-        unwritten = self._tell(RunEnded(outcome.steps, outcome.reason, outcome.ok, time.time()))
+        unwritten = self._publish(RunEnded(outcome.steps, outcome.reason, outcome.ok, time.time()))
         if unwritten is not None and failure is None:
             return self._outcome(unwritable(unwritten))
         return outcome

@@ -5,7 +5,7 @@ from typing import Literal, Protocol
 
 from msgspec import Struct, field, structs
 
-from realgraph.runtime.wire.metrics import ArrivedBytes, HeldBytes
+from realgraph.runtime.wire.metrics import ArrivedBytes, ResidentBytes
 
 
 class PlannedSeconds(Struct, frozen=True):
@@ -39,7 +39,7 @@ class Span(Struct, frozen=True, tag="span"):
     started: float  # Unix seconds
     ended: float
     arrived: ArrivedBytes = ArrivedBytes()
-    held: HeldBytes | None = None
+    resident: ResidentBytes | None = None
 
 
 class StepRecord(Struct, frozen=True, tag="step"):

@@ -12,7 +12,7 @@ from realgraph.runtime.engine import Parts, WeightSpec
 from realgraph.runtime.files.paths import RunPath
 from realgraph.runtime.models.host_states import DroppedStorages, HostStates
 from realgraph.runtime.models.train_state import read_counters
-from realgraph.runtime.models.weights import held_parts, read_into, take_weights, weight_specs
+from realgraph.runtime.models.weights import local_parts, read_into, take_weights, weight_specs
 from realgraph.runtime.parallel.checksums import checksum
 from realgraph.runtime.parallel.exchange import WeightPart
 
@@ -41,7 +41,7 @@ class RolloutWeights:
     @torch.no_grad()
     def checksums(self) -> Tensor:
         """See RolloutEngine."""
-        parts, specs = held_parts(self._module), self.specs()
+        parts, specs = local_parts(self._module), self.specs()
         sums = torch.zeros(len(specs), dtype=torch.int64, device=next(self._module.parameters()).device)
         for i, spec in enumerate(specs):
             if spec.name in parts:
@@ -57,8 +57,8 @@ class RolloutWeights:
             return
         self._came = False
         if not self._next:
-            held = held_parts(self._module)
-            self._next = {name: part._replace(values=torch.empty_like(part.values)) for name, part in held.items()}
+            local = local_parts(self._module)
+            self._next = {name: part._replace(values=torch.empty_like(part.values)) for name, part in local.items()}
         take_weights(self._module, parts, self._next)
         self._came = True
 

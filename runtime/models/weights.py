@@ -145,9 +145,12 @@ def read_into(network: nn.Module, folder: RunPath, head: Head) -> tuple[str, ...
     Returns the names that the checkpoint did not have: at most the value or score head. Raises ConfigError where a
     tensor is missing, unknown, or of another shape.
     """
-    held, shapes = held_parts(network) | fixed_parts(network), {**whole_shapes(network), **fixed_shapes(network.config)}
+    targets, shapes = (
+        local_parts(network) | fixed_parts(network),
+        {**whole_shapes(network), **fixed_shapes(network.config)},
+    )
     tied = "lm_head.weight" not in shapes
-    left = set(held)
+    left = set(targets)
     with ExitStack() as stack:
         slices: dict[str, Any] = {}
         files: dict[str, RunPath] = {}
@@ -164,12 +167,12 @@ def read_into(network: nn.Module, folder: RunPath, head: Head) -> tuple[str, ...
                 continue
             if name not in shapes:
                 raise refuse(file, f"tensor {stored!r} has no place in {type(network).__name__}")
-            if name not in held:
+            if name not in targets:
                 continue  # of another stage
             shape = tuple(view.get_shape())
             if shape != shapes[name]:
                 raise refuse(file, f"tensor {stored!r} has shape {shape}, the config asks for {shapes[name]}")
-            read_part(view, held[name])
+            read_part(view, targets[name])
             left.discard(name)
     missing = sorted(left - {HEAD})
     if missing:
@@ -184,7 +187,7 @@ def weight_specs(network: nn.Module, dtype: torch.dtype | None = None) -> tuple[
     return tuple(WeightSpec(name, shape, dtype or kept) for name, shape in whole_shapes(network).items())
 
 
-def held_parts(
+def local_parts(
     network: nn.Module,
     tensors: Mapping[str, Tensor] | None = None,
     within: Mapping[str, Box] | None = None,
@@ -214,20 +217,20 @@ def whole(weights: Weights) -> Parts:
 def take_weights(
     network: nn.Module,
     parts: Parts,
-    held: Mapping[str, WeightPart] | None = None,
+    targets: Mapping[str, WeightPart] | None = None,
     change: Callable[[Tensor, Tensor], object] | None = None,
 ) -> None:
-    """Change every parameter (of a shard: its part; or what `held` has in its place, all of the same boxes) by the
+    """Change every parameter (of a shard: its part; or what `targets` has in its place, all of the same boxes) by the
     parts of its name that come: change(own, new); None: they are copied, if they don't come right there. Raises
     ValueError where a part has no place in the network, and where parts are missing or came twice; those before have
     been taken."""
-    held = held_parts(network) if held is None else held
+    targets = local_parts(network) if targets is None else targets
     shapes: dict[str, tuple[int, ...]] = {}  # of all weights, once some part is of others than those here
-    left = {name: own.box.numel for name, own in held.items()}
+    left = {name: own.box.numel for name, own in targets.items()}
     if change is None and isinstance(parts, Arriving):
-        parts.land_in(held)
+        parts.land_in(targets)
     for name, box, values in parts:
-        here = held.get(name)
+        here = targets.get(name)
         common = overlap(here.box, box) if here is not None and len(here.box.shape) == len(box.shape) else None
         if common is None or common.in_second:
             shapes = shapes or whole_shapes(network)

@@ -41,19 +41,21 @@ class Checksums:
             self._came[numbers[part.name]] += checksum(part, self._shapes[part.name])
             yield part
 
-    def count(self, held: Tensor) -> None:
+    def count(self, own: Tensor) -> None:
         """Take the checksums [tensors] of what lies here in the end, in the place of those of what came."""
-        self._came = held.to(self._came.device)
+        self._came = own.to(self._came.device)
 
-    def compare(self, tell: Callable[[Tensor, int], Said | None] = say) -> list[Said]:
+    def compare(self, send: Callable[[Tensor, int], Said | None] = say) -> list[Said]:
         """Send what each receiver should have, and compare what came. Returns what is on its way to others; raises
         WeightsDiffer on the receiver, and CollectiveError with the worker that is gone or far behind.
 
-        tell: sends values to a receiver; None: that one is gone, and not needed.
+        send: sends values to a receiver; None: that one is gone, and not needed.
         """
         place, expected = self._place, self._none()
-        sums = {r: self._held(wants) for r, wants in self._moves.wants.items()} if place.worker in self._shares else {}
-        told = [tell(sums[r], r) for r in sums if r != place.worker]
+        sums = (
+            {r: self._sums_for(wants) for r, wants in self._moves.wants.items()} if place.worker in self._shares else {}
+        )
+        sent = [send(sums[r], r) for r in sums if r != place.worker]
         if place.worker in self._moves.wants:
             arriving = {worker: self._none() for worker in self._shares if worker != place.worker}
             wait_for([expect(tensor, worker) for worker, tensor in arriving.items()])
@@ -63,17 +65,17 @@ class Checksums:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             text = f"worker {place.worker} does not have {wrong[0]!r}{more} as it was sent"
             raise WeightsDiffer(f"{text}: this is a mistake of realgraph or of a transport (runtime.verify_weights)")
-        return [said for said in told if said is not None]
+        return [said for said in sent if said is not None]
 
-    def _held(self, wants: Mapping[str, Box]) -> Tensor:
+    def _sums_for(self, wants: Mapping[str, Box]) -> Tensor:
         """[tensors]: of what this worker speaks for among the boxes of one receiver."""
         found = self._none()
         for i, (name, shape) in enumerate(self._shapes.items()):
             for box in self._shares[self._place.worker].get(name, ()):
                 common = box.intersect(wants[name]) if name in wants else None
                 if common is not None:
-                    held = self._place.holds[name]
-                    values = held.values[common.within(held.box).slices].to(self._moves.dtype)
+                    part = self._place.holds[name]
+                    values = part.values[common.within(part.box).slices].to(self._moves.dtype)
                     found[i] += checksum(WeightPart(name, common, values), shape)
         return found
 

@@ -146,8 +146,8 @@ def layout_boxes(
         shard = _shard(model, layout, device)
         if shard not in pieces:  # copies of a model hold the same
             pieces[shard] = _pieces(shapes, model, shard)
-        held = pieces[shard]
-        boxes[device] = _own_rows(held, layout, device) if layout.sharding == "fsdp" else held
+        own = pieces[shard]
+        boxes[device] = _own_rows(own, layout, device) if layout.sharding == "fsdp" else own
     return boxes
 
 

@@ -31,7 +31,7 @@ UNBOUNDED = 1 << 62  # elements of a bucket that nothing is copied to
 BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}  # by kind of device
 STAGED_BUCKETS = 2  # what a worker has at most besides what it holds and wants: one that it sends, one that it receives
 ROUNDS_AT_ONCE = {"cpu": 32, "cuda": 1}  # under way at all
-NOTHING_HELD: Holdings = {}
+NO_PARTS: Holdings = {}
 ALONE = 16  # pieces of this part of a bucket travel alone: their copies take longer than a message of their own
 
 
@@ -53,7 +53,7 @@ class Reallocation(NamedTuple):
     bucket_bytes: int
     reads: tuple[Message, ...] = ()
     hosts: tuple[int, ...] = ()  # of every worker; (): all are on one
-    holds: Holdings = NOTHING_HELD
+    holds: Holdings = NO_PARTS
 
 
 class WorkerParts(NamedTuple):
@@ -80,7 +80,7 @@ def reallocation(
     take part; None: all."""
     in_order = dict(sorted(shapes.items()))  # as on every other worker
     source, target = between
-    held = layout_boxes(in_order, source, model)
+    present = layout_boxes(in_order, source, model)
     if isinstance(target, Layout):
         wanted = layout_boxes(in_order, target, model)
     else:
@@ -90,9 +90,9 @@ def reallocation(
     bucket = BUCKET_BYTES[member.device.type]
     names = member.hosts or ("",) * member.n_workers
     hosts = [names.index(name) for name in names]
-    messages = rounds(held, wanted, hosts, dtype.itemsize, bucket)
-    whole = rounds(held, wanted, hosts, 1, UNBOUNDED) if member.device.type == "cpu" else ()
-    return Reallocation(messages, wanted, dtype, bucket, tuple(chain.from_iterable(whole)), tuple(hosts), held)
+    messages = rounds(present, wanted, hosts, dtype.itemsize, bucket)
+    whole = rounds(present, wanted, hosts, 1, UNBOUNDED) if member.device.type == "cpu" else ()
+    return Reallocation(messages, wanted, dtype, bucket, tuple(chain.from_iterable(whole)), tuple(hosts), present)
 
 
 class Arriving(Iterator[WeightPart]):
@@ -176,10 +176,10 @@ def own_parts(moves: Reallocation, place: WorkerParts) -> Iterator[WeightPart]:
 def own_views(place: WorkerParts) -> Iterator[WeightPart]:
     """All that a worker both wants and holds, where it lies."""
     for name, box in place.wants.items():
-        held = place.holds.get(name)
-        common = overlap(held.box, box) if held is not None else None
-        if held is not None and common is not None:
-            yield WeightPart(name, common.box, held.values[common.in_first])
+        own = place.holds.get(name)
+        common = overlap(own.box, box) if own is not None else None
+        if own is not None and common is not None:
+            yield WeightPart(name, common.box, own.values[common.in_first])
 
 
 def travelling(part: WeightPart, moves: Reallocation) -> Iterator[WeightPart]:
@@ -366,6 +366,6 @@ def _free(values: Tensor) -> int:
     return values.numel()
 
 
-def _values(held: WeightPart, box: Box) -> Tensor:
-    assert held.box.intersect(box) == box, f"{held.name} at {held.box} does not hold {box}"
-    return held.values[box.within(held.box).slices]
+def _values(part: WeightPart, box: Box) -> Tensor:
+    assert part.box.intersect(box) == box, f"{part.name} at {part.box} does not hold {box}"
+    return part.values[box.within(part.box).slices]

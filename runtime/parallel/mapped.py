@@ -108,7 +108,7 @@ class MappedRoute:
     def _bring(self, place: WorkerParts, wanted: Mapping[str, WeightPart]) -> Iterator[WeightPart]:
         wait_for(self._returned)
         first = self._registered is None
-        self._tell(place, first)
+        self._announce(place, first)
         own = list(own_views(place))
         yield from copied((part for part in own if part.name not in self._shared), self._moves, wanted)
         self._hear(first)
@@ -131,7 +131,7 @@ class MappedRoute:
         wait_for(returned)
         self._peers.wait_for(lent)
 
-    def tell(self, values: Tensor, receiver: int) -> Said | None:
+    def send(self, values: Tensor, receiver: int) -> Said | None:
         """Send `values` to a receiver, and wait for nothing; None where it is gone, and this worker goes on."""
         return self._peers.unless_gone(receiver, partial(say, values, receiver), None)
 
@@ -148,7 +148,7 @@ class MappedRoute:
         """The word of a worker; `gone` for one that is."""
         return self._peers.unless_gone(peer, lambda: bool(heard(word(), peer).item()), gone)
 
-    def _tell(self, place: WorkerParts, first: bool) -> None:
+    def _announce(self, place: WorkerParts, first: bool) -> None:
         """Tell the receivers that the weights are final; at first also where they lie."""
         parts = place.holds.values() if place.segment is not None else ()
         addresses = [part.values.data_ptr() for part in parts]
@@ -166,10 +166,10 @@ class MappedRoute:
         sizes = {sender: self._size_from(sender) for sender in self._senders}
         if not first:
             return
-        told = {sender: self._news_from(sender, size) for sender, size in sizes.items()}
-        self._reach = {sender: self._open(sender, news) for sender, news in told.items()}
+        addresses = {sender: self._news_from(sender, size) for sender, size in sizes.items()}
+        self._reach = {sender: self._open(sender, news) for sender, news in addresses.items()}
         self._found = self._find()
-        if told:
+        if addresses:
             way = "are read where they lie" if self._found is not None else "come as messages"
             log.info("weights of workers %s %s", ", ".join(map(str, self._senders)), way)
         answers = self._said(partial(say, word(self._found is not None)), self._senders)
@@ -186,9 +186,9 @@ class MappedRoute:
         data = torch.empty(size, dtype=torch.uint8)
         return self._peers.unless_gone(sender, lambda: heard(data, sender).numpy().tobytes(), b"")
 
-    def _open(self, sender: int, told: bytes) -> Mapping[str, WeightPart] | None:
+    def _open(self, sender: int, data: bytes) -> Mapping[str, WeightPart] | None:
         """The weights of a sender as they lie in its memory; None where that is out of reach, or it is gone."""
-        address = _ADDRESS.decode(told) if told else None
+        address = _ADDRESS.decode(data) if data else None
         if address is None or address.host != self._host:
             return None
         try:

@@ -17,16 +17,16 @@ Shares = Mapping[int, Mapping[str, tuple[Box, ...]]]  # worker -> tensor -> the 
 _FILES = -1  # the receiver, beside the workers
 
 
-def shares(held: Holdings, shapes: Mapping[str, tuple[int, ...]], apart: Collection[int] = ()) -> Shares:
+def shares(holdings: Holdings, shapes: Mapping[str, tuple[int, ...]], apart: Collection[int] = ()) -> Shares:
     """Each worker's boxes of the tensors, of those that it holds. shapes: of the whole tensors. apart: workers that
     write what no other holds, and nothing else.
 
     Raises Gap with a part that no worker holds.
     """
     wanted = {_FILES: whole_boxes(shapes)}
-    found: dict[int, dict[str, list[Box]]] = {worker: {} for worker in held}
+    found: dict[int, dict[str, list[Box]]] = {worker: {} for worker in holdings}
     written: defaultdict[int, int] = defaultdict(int)  # elements, by worker
-    for tensors, cells in cells_by_tensors(held, wanted):
+    for tensors, cells in cells_by_tensors(holdings, wanted):
         able = [(cell.box, [one for one in cell.holders if one not in apart] or cell.holders) for cell in cells]
         parts = [(writers, part) for box, writers in able for part in _parts(box, len(writers))]
         for tensor in tensors:

@@ -251,7 +251,7 @@ def _try_row(graph: Graph, name: str, known: Known, tools: tuple[FunctionHost, T
         written = values if call.over == "sample" else _of_group(level, call, values[0])
         repeated = level in ("sample", "token") and isinstance(written, list) and written
         known[key] = (level, [written[i % len(written)] for i in range(n_known)] if repeated else written)
-    return [f"{name}: {call.fn}: {_told(call, known, min(n, N_SHOWN), results)}"]
+    return [f"{name}: {call.fn}: {_values_text(call, known, min(n, N_SHOWN), results)}"]
 
 
 def _of_group(level: Level, call: Function, value: Any) -> Any:
@@ -281,22 +281,22 @@ def _units(graph: Graph, name: str, known: Known, n: int, tokenizer: Tokenizer) 
     return [Unit(ids, keywords(given), (0,) * n, lengths)]
 
 
-def _told(call: Function, known: Known, n: int, results: Sequence[UnitResult]) -> str:
+def _values_text(call: Function, known: Known, n: int, results: Sequence[UnitResult]) -> str:
     """`reward 1 on '42', 0 on '', 0 on 'I do not know.'`"""
     texts = known[TEXT][1][:n] if TEXT in known else [f"sample {i}" for i in range(n)]
-    told = []
+    lines = []
     for key in call.writes:
         level, value = known[key]
         if level == "sample":
-            told.append(
+            lines.append(
                 f"{key} " + ", ".join(f"{_number(v)} on {_short(t)}" for v, t in zip(value[:n], texts, strict=True))
             )
         elif level == "group":
-            told.append(f"{key} {_number(value)}")
+            lines.append(f"{key} {_number(value)}")
         else:
-            told.append(f"{key} per token")
+            lines.append(f"{key} per token")
     n_failed = sum(bool(result.error) for result in results)
-    return "; ".join(told) + (f"; {n_failed} failed and got error_value: {_first(results)}" if n_failed else "")
+    return "; ".join(lines) + (f"; {n_failed} failed and got error_value: {_first(results)}" if n_failed else "")
 
 
 def _first(results: Sequence[UnitResult]) -> str:

@@ -38,16 +38,17 @@ def leave_dead_terminal() -> None:
 
 
 class Interrupts:
-    """Counts interrupts while it is entered (in the main thread, inside the event loop), and calls `told` with each.
+    """Counts interrupts while it is entered (in the main thread, inside the event loop), and calls `on_interrupt` with
+    each.
 
     A SIGTERM or SIGHUP within a second of the last interrupt is the same request once more. To enter it raises
     KeyboardInterrupt where there was an interrupt before.
     """
 
-    def __init__(self, told: Callable[[int], None]) -> None:
+    def __init__(self, on_interrupt: Callable[[int], None]) -> None:
         self.count = 0
         self.first, self.second = asyncio.Event(), asyncio.Event()
-        self._told = told
+        self._on_interrupt = on_interrupt
         self._last = float("-inf")
         self._before: dict[signal.Signals, Any] = {}
 
@@ -75,7 +76,7 @@ class Interrupts:
         self.first.set()
         if self.count > 1:
             self.second.set()
-        self._told(self.count)
+        self._on_interrupt(self.count)
 
 
 async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:

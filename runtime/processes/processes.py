@@ -227,7 +227,7 @@ def serve(fd: int, parent: int, preload: list[str]) -> None:
     if sys.platform == "linux":
         _set_death_signal(signal.SIGCONT)  # from here on there are children to be killed first, even if we are stopped
         adopt_orphans()
-    children.tell(Preloaded(error))
+    children.post(Preloaded(error))
     children.serve()
 
 
@@ -295,7 +295,7 @@ class _Children:
                 inherited.close()
             _child(request, parent)
         self._pids[request.number] = pid
-        self.tell(Started(request.number, pid))
+        self.post(Started(request.number, pid))
 
     def _signal(self, number: int, signum: int) -> None:
         pid = self._pids.get(number)  # not reaped, so the number is still its own
@@ -311,7 +311,7 @@ class _Children:
             status = reap_with_group(pid, options)
             if status is not None:
                 del self._pids[number]
-                self.tell(Exited(number, status))
+                self.post(Exited(number, status))
         if len(self._pids) < before:
             self._await_strays()
         self._reap_strays()
@@ -343,7 +343,7 @@ class _Children:
         if sys.platform == "linux":
             kill_descendants(spare=tuple(self._pids.values()), seconds=_STRAY_SECONDS)
 
-    def tell(self, event: Event) -> None:
+    def post(self, event: Event) -> None:
         """Send the owner an event."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is gone: the next read ends us
             self._owner.sendall(frame(event))

@@ -92,8 +92,8 @@ class Bench:
     def _enough(self, found: Sequence[Sequence[float]], seconds: float) -> bool:
         """True where the time is up, or all rounds are done and no case still falls; all workers say the same."""
         falls = len(found[0]) < self._task.rounds or any(still_falls(one) for one in found)
-        told = self._all.collect(torch.tensor([seconds, float(falls)])).amax(0)
-        return bool(told[0] > self._task.budget_seconds) or not bool(told[1])
+        slowest = self._all.collect(torch.tensor([seconds, float(falls)])).amax(0)
+        return bool(slowest[0] > self._task.budget_seconds) or not bool(slowest[1])
 
     def _prepare(self, case: Case) -> Callable[[], float]:
         """A function that runs the case once and returns its seconds."""

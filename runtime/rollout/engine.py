@@ -32,7 +32,7 @@ from realgraph.runtime.rollout.samples import GrowingSample
 from realgraph.runtime.rollout.serving import Requests, ServedWeights, ServerHome, Serving, ServingBounds
 from realgraph.runtime.rollout.weights.broadcast import Broadcast
 from realgraph.runtime.rollout.weights.staged import StagedWeights, checkpoint_parts, checksums_of
-from realgraph.runtime.wire.metrics import HeldBytes
+from realgraph.runtime.wire.metrics import ResidentBytes
 
 CALL_SECONDS = 1800.0  # of one call to the server by a caller; the master's deadlines are tighter
 
@@ -71,7 +71,7 @@ class SglangEngine:
         self._serving = self._call(self._open(bounds))
 
     async def _open(self, bounds: ServingBounds) -> Serving:
-        serving = Serving(self._home, ServedWeights(str(self._model.source), 0), bounds, self._tell)
+        serving = Serving(self._home, ServedWeights(str(self._model.source), 0), bounds, self._wake_waiting)
         try:
             await serving.open()
         except BaseException:
@@ -81,7 +81,7 @@ class SglangEngine:
         self._watches = [asyncio.create_task(watch) for watch in watches]
         return serving
 
-    def _tell(self) -> None:
+    def _wake_waiting(self) -> None:
         with self._changed:
             self._changed.notify_all()
         self._notify()
@@ -189,9 +189,9 @@ class SglangEngine:
         """See RolloutEngine."""
         return self._model.specs
 
-    def held_bytes(self) -> HeldBytes:
+    def resident_bytes(self) -> ResidentBytes:
         """See RolloutEngine. On all devices of the server."""
-        return HeldBytes(sum(entry.nbytes for entry in self._staged.entries))
+        return ResidentBytes(sum(entry.nbytes for entry in self._staged.entries))
 
     def prepare(self, parts: Parts) -> None:
         """See RolloutEngine. The old weights stay whole: generation goes on."""
@@ -214,7 +214,7 @@ class SglangEngine:
         """See RolloutEngine. Those of what the server was given."""
         return checksums_of(Path(self._serving.weights.folder), self._model.specs)
 
-    def held_checksums(self) -> Mapping[str, str] | None:
+    def server_checksums(self) -> Mapping[str, str] | None:
         """Those of what the server holds, tensor by tensor as it has fused and cut them; None where it tells none."""
         return self._call(self._serving.checksums())
 

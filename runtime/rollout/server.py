@@ -117,19 +117,19 @@ class ServerProcess:
         self.spec = spec
         self.key = secrets.token_urlsafe(32)
         given = tuple(command_arguments(spec.arguments))
-        with ExitStack() as held:  # ports, and the pipe whose end is the server's end
-            port, rendezvous = (held.enter_context(hold_port(spec.host)).getsockname()[1] for _ in range(2))
+        with ExitStack() as resources:  # ports, and the pipe whose end is the server's end
+            port, rendezvous = (resources.enter_context(hold_port(spec.host)).getsockname()[1] for _ in range(2))
             host = f"[{spec.host}]" if ":" in spec.host else spec.host
             self.url = f"http://{host}:{port}"
             named = {"model-path": spec.model, "host": spec.host, "port": port, "nccl-port": rendezvous}
             fixed = [f"--{name}={value}" for name, value in named.items()]
             folder = tempfile.mkdtemp(prefix="realgraph-sglang-")  # of the server's sockets
-            held.callback(shutil.rmtree, folder, ignore_errors=True)
+            resources.callback(shutil.rmtree, folder, ignore_errors=True)
             self._pipe, theirs = socket.socketpair()
-            held.enter_context(self._pipe)
+            resources.enter_context(self._pipe)
             with theirs:
                 self._guardian = _start_guardian(spec, theirs, folder)
-            self._held = held.pop_all()
+            self._resources = resources.pop_all()
         arguments = (*fixed, f"--weight-version={spec.version}", *given)
         order = _Order(os.getpid(), arguments, self.key, spec.log, folder)
         try:
@@ -169,7 +169,7 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             os.killpg(self.pid, signal.SIGKILL)
             self._guardian.wait(_END_SECONDS)
-        self._held.close()
+        self._resources.close()
 
     def _failed(self, text: str) -> ServerNotStarted:
         lines = self.last_lines()

@@ -100,7 +100,7 @@ class Serving:
         self._streams = False
         self._flushes_paused = True  # it forgets its cache while requests wait in it
         self.quantized = False
-        self._tells_checksums = True
+        self._has_checksums = True
         self._member: tuple[SglangClient, str] | None = None  # the server, and the group that it is a member of
         self.sent = 0  # requests that the server has
         self.free_cache_tokens: int | None = None  # as of a moment ago; None where the server does not say
@@ -279,12 +279,12 @@ class Serving:
 
     async def checksums(self) -> dict[str, str] | None:
         """`rank.tensor` -> the checksum of what the server holds; None where it tells none, which the log says once."""
-        if not self._tells_checksums:
+        if not self._has_checksums:
             return None
         try:
             ranks = await self._persist(lambda client: client.checksums())
         except CallRefused as error:
-            self._tells_checksums = False
+            self._has_checksums = False
             log.warning("what servers hold is not compared (runtime.verify_weights): %s", error)
             return None
         return {f"{i}.{name}": value for i, rank in enumerate(ranks) for name, value in rank.checksums.items()}
@@ -329,7 +329,7 @@ class Serving:
         BroadcastFailed."""
         words, update = broadcast.agreement, broadcast.update
         joined = self._member[1] if self._member is not None and self._member[0] is client else ""
-        await asyncio.to_thread(words.tell, update, f"{READY}{broadcast.place}", joined)
+        await asyncio.to_thread(words.post, update, f"{READY}{broadcast.place}", joined)
         group = decode_group(await asyncio.to_thread(words.hear, update, GROUP))
         if group.name != joined:
             self._member = None

@@ -37,7 +37,7 @@ class CollectionImage(Struct, frozen=True):
     aborted: AbortedGroupsImage
     loads: dict[str, GroupLoadsImage]
     sessions: dict[str, int]
-    held: tuple[str, ...]
+    paused: tuple[str, ...]
     functions: FunctionQueuesImage
     tally: int  # its number
     step: int
@@ -60,7 +60,7 @@ class Collection:
         self.loads = {program.generate: GroupLoads(program.owner_workers)}  # by call, '' where data are loaded
         self.loads |= {name: GroupLoads(rank[0] for rank in program.calls[name].ranks) for name in program.later}
         self.sessions: dict[str, int] = {}  # later generate calls that may be sent groups -> version of their weights
-        self.held: frozenset[str] = frozenset()  # of these calls, later ones, no sample begins
+        self.paused: frozenset[str] = frozenset()  # of these calls, later ones, no sample begins
         self._functions = FunctionQueues(program.function_processes, program.slack_seconds)
         self.tally = StepTally()
         self.step = 0  # the next batch: what groups are made for
@@ -73,7 +73,7 @@ class Collection:
         """All that it has but the ledger's groups."""
         leaving = tuple([group.image for group in self._leaving.values()])
         loads = {name: loads.image for name, loads in self.loads.items()}
-        groups = leaving, self._aborted.image, loads, dict(self.sessions), tuple(sorted(self.held))
+        groups = leaving, self._aborted.image, loads, dict(self.sessions), tuple(sorted(self.paused))
         counts = self.step, self.n_discarded_in_row, self.n_skipped
         limit = self._concurrency.image
         return CollectionImage(*groups, self._functions.image, tallies.of(self.tally), *counts, limit)
@@ -82,7 +82,7 @@ class Collection:
         """Go on from an image."""
         self._leaving = {group.id: Group.restored(group) for group in image.leaving}
         self._aborted.restore(image.aborted)
-        self.sessions, self.held = dict(image.sessions), frozenset(image.held)
+        self.sessions, self.paused = dict(image.sessions), frozenset(image.paused)
         for name, loads in image.loads.items():
             self.loads[name].restore(loads)
         self._functions.restore(image.functions)
@@ -334,8 +334,8 @@ class Collection:
 
     def hold(self, calls: Container[str], now: float) -> list[Action]:
         """From now on samples of just these later calls wait for new weights; those of others, which waited, begin."""
-        begins = [name for name in self.sessions if name in self.held and name not in calls]
-        self.held = frozenset(name for name in self._program.later if name in calls)
+        begins = [name for name in self.sessions if name in self.paused and name not in calls]
+        self.paused = frozenset(name for name in self._program.later if name in calls)
         return [action for name in begins for action in self._start_waiting(name, now)]
 
     def _start_waiting(self, name: str, now: float) -> list[Action]:
@@ -348,7 +348,7 @@ class Collection:
         bit, needs = 1 << index, self._program.calls[name].needs
         due = [group for group in groups if not group.launched & bit and group.done & needs == needs]
         if name in self._program.later:
-            return self._generate(name, bit, due, now) if name in self.sessions and name not in self.held else []
+            return self._generate(name, bit, due, now) if name in self.sessions and name not in self.paused else []
         return [self._run(name, bit, its, now) for its in by_owner(due).values()]
 
     def _advance(self, groups: Sequence[Group], now: float) -> list[Action]:

@@ -209,8 +209,8 @@ class Devices:
         if not self.turns.idle(lanes):
             return None
         if self.session is not None and not self._streams and name != self._program.generate:
-            held = {id(lane) for lane in self.turns.of(self._program.generate)}
-            if any(id(lane) in held for lane in lanes):
+            own = {id(lane) for lane in self.turns.of(self._program.generate)}
+            if any(id(lane) in own for lane in lanes):
                 return None
         receivers = call.workers if name in self.dropped else self._receivers(name)
         move = WeightMove(self.versions[call.role], name, receivers)
@@ -229,7 +229,7 @@ class Devices:
         """A mesh-holding call of a step has ended on all its workers."""
         if call.kind == "train":
             self.versions[call.role] += 1
-            self._tell_versions()
+            self._publish_versions()
         self.dropped.update(call.dropped)
         self.turns.release(task.number)
         self.turns.leave(task.call, task.step)
@@ -246,9 +246,9 @@ class Devices:
         if worker in self._program.owner_workers:
             self.engines.switched[worker] = self.engines.moving[task.number].version
         elif task.waiting.isdisjoint(call.trainer_workers):
-            held = {id(lane) for lane in self.turns.of(call.name)}
+            own = {id(lane) for lane in self.turns.of(call.name)}
             for lane in self.turns.of(call.trainer):
-                if id(lane) not in held and lane.task == task.number:
+                if id(lane) not in own and lane.task == task.number:
                     lane.task = None
         return True
 
@@ -257,9 +257,9 @@ class Devices:
         self.turns.release(task.number)
         self.copies[task.call] = self.engines.ended(task.number, self.copies[task.call])
         self.dropped.discard(task.call)
-        self._tell_versions()
+        self._publish_versions()
 
-    def _tell_versions(self) -> None:
+    def _publish_versions(self) -> None:
         """Later generate calls are asked for samples of the weights that they have now."""
         for name in self._collection.sessions:
             self._collection.sessions[name] = self.weights_of(name)

@@ -68,7 +68,7 @@ class Batch:
             self._cuts.append(((), False, SHARED))
         self._parts: dict[Shape, list[list[int]]] = {}
         self._named: dict[Shape, list[tuple[int, ...]]] = {}
-        self._held: dict[tuple[Shape, Place], list[Holders]] = {}
+        self._whole_holders: dict[tuple[Shape, Place], list[Holders]] = {}
 
     def lengths(self, own: int = SHARED) -> list[int]:
         """The tokens of the samples at every position, as `CallPlan.own` has them."""
@@ -155,12 +155,12 @@ class Batch:
         by_worker: dict[int, list[int]] = {}
         for position in positions:
             worker = workers[position]
-            held = by_worker.get(worker)
-            if held is None:
+            own = by_worker.get(worker)
+            if own is None:
                 by_worker[worker] = [ids[position]]
             else:
-                held.append(ids[position])
-        return [(worker, tuple(held)) for worker, held in by_worker.items()]
+                own.append(ids[position])
+        return [(worker, tuple(own)) for worker, own in by_worker.items()]
 
     def sources(self, call: CallPlan, positions: Sequence[int]) -> tuple[SampleSource, ...]:
         """The places where `call` finds what it reads of the samples at these positions."""
@@ -196,11 +196,11 @@ class Batch:
         holders = []
         for place, keys in self._places(call).items():
             key = (shape, place)
-            if key not in self._held:
-                self._held[key] = [self._holders(place, part) for part in self.whole(*shape)]
-            holders.append((keys, self._held[key]))
+            if key not in self._whole_holders:
+                self._whole_holders[key] = [self._holders(place, part) for part in self.whole(*shape)]
+            holders.append((keys, self._whole_holders[key]))
         return [
-            tuple([SampleSource(worker, keys, ids) for keys, held in holders for worker, ids in held[rank]])
+            tuple([SampleSource(worker, keys, ids) for keys, ranks in holders for worker, ids in ranks[rank]])
             for rank in range(len(call.ranks))
         ]
 
@@ -221,10 +221,10 @@ class Batch:
             others = {rank[0]: rank[1:] for rank in self._cuts[place][0] if len(rank) > 1}
             if others:
                 pairs.update((other, number) for worker, number in owned for other in others.get(worker, ()))
-        held: dict[int, list[int]] = {}
+        by_worker: dict[int, list[int]] = {}
         for worker, number in sorted(pairs):
-            held.setdefault(worker, []).append(number)
-        return {worker: tuple(groups) for worker, groups in held.items()}
+            by_worker.setdefault(worker, []).append(number)
+        return {worker: tuple(groups) for worker, groups in by_worker.items()}
 
 
 def units_of(ids: Sequence[int], per_group: bool) -> tuple[tuple[int, ...], ...]:
@@ -273,4 +273,4 @@ def sources_of_groups(call: CallPlan, groups: Sequence[Group]) -> tuple[SampleSo
         for group in groups:
             worker = group.owner if owner == GROUP_OWNER else group.makers[owner]
             places.setdefault((worker, keys), []).append(group)
-    return tuple([SampleSource(worker, keys, ids_of_groups(held)) for (worker, keys), held in places.items()])
+    return tuple([SampleSource(worker, keys, ids_of_groups(own)) for (worker, keys), own in places.items()])

@@ -108,20 +108,20 @@ class Program(Struct, frozen=True):
 
     def with_places(self, samples: Sequence[Sample]) -> tuple[Sample, ...]:
         """Samples with places for the lengths that later generate calls will tell."""
-        places = (0,) * len(self._told)
+        places = (0,) * len(self._measured)
         return tuple([replace(one, own_tokens=(*one.own_tokens, *places)) if places else one for one in samples])
 
     def with_lengths(self, samples: Sequence[Sample], call: str, own: Sequence[Sample]) -> tuple[Sample, ...]:
         """Samples of a group with the lengths of those that a later generate call made beside them, if it did."""
-        if call not in self._told:
+        if call not in self._measured:
             return tuple(samples)
-        place = self.n_own_keys + self._told.index(call)
+        place = self.n_own_keys + self._measured.index(call)
         pairs = zip(samples, own, strict=True)
         lengths = [(one, (*one.own_tokens[:place], o.n_tokens, *one.own_tokens[place + 1 :])) for one, o in pairs]
         return tuple([replace(one, own_tokens=own_tokens) for one, own_tokens in lengths])
 
     @property
-    def _told(self) -> tuple[str, ...]:
+    def _measured(self) -> tuple[str, ...]:
         """The later generate calls whose samples' lengths are told."""
         return tuple([name for name in self.later if self.calls[name].per_sample])
 

@@ -147,11 +147,11 @@ class OpenSteps:
 
     # --- a worker is lost ---------------------------------------------------------------------------------------------
 
-    def _first_held(self, worker: int) -> int | None:
+    def _first_dependent(self, worker: int) -> int | None:
         """The first step that may still need groups of which `worker` has some: whose workers do not have yet what they
         read of engines."""
-        held = [n for n, step in self._open.items() if any(group.owner == worker for group in step.batch.groups)]
-        return min([number for number in held if self._open[number].prefetching], default=None)
+        dependent = [n for n, step in self._open.items() if any(group.owner == worker for group in step.batch.groups)]
+        return min([number for number in dependent if self._open[number].prefetching], default=None)
 
     def _begun(self, number: int) -> bool:
         """True where a step can't be put back: a call on a mesh has started, one is under way, or has left numbers."""
@@ -161,12 +161,12 @@ class OpenSteps:
 
     def can_lose(self, worker: int) -> bool:
         """True where no step needs what `worker` has: its workers have that, or it can be put back."""
-        first = self._first_held(worker)
+        first = self._first_dependent(worker)
         return first is None or not any(self._begun(number) for number in self._open if number >= first)
 
     def put_back(self, worker: int) -> list[tuple[Batch, StepTally]]:
         """Forget the steps, from the first on that may need what `worker` has and has not begun."""
-        first = self._first_held(worker)
+        first = self._first_dependent(worker)
         numbers = [number for number in sorted(self._open) if first is not None and number >= first]
         for task in [task for task in self.tasks.flying.values() if task.kind == "prefetch" and task.step in numbers]:
             self.tasks.give_up(task)

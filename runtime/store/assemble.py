@@ -78,12 +78,12 @@ class Assembler:
         wanted = set(samples)
         wants = []
         for source in sources:
-            held = [sample for sample in source.samples if sample in wanted]
-            if not held:
+            present = [sample for sample in source.samples if sample in wanted]
+            if not present:
                 continue
             for name in source.keys:
                 is_group = self._graph.keys[name].type.level == "group"
-                ids = sorted({self.group(sample) for sample in held}) if is_group else held
+                ids = sorted({self.group(sample) for sample in present}) if is_group else present
                 wants.append(GatherRequest(source.worker, name, tuple(ids)))
         return self._plane.gather_now(wants, deadline_seconds=self._timeout, copy=False, share=share)
 
@@ -104,8 +104,8 @@ class Assembler:
         for name in source.keys:
             is_group = self._graph.keys[name].type.level == "group"
             ids = {self.group(sample) for sample in source.samples} if is_group else source.samples
-            held = values.get(name, {})
-            yield from (held[id] for id in ids if id in held)
+            present = values.get(name, {})
+            yield from (present[id] for id in ids if id in present)
 
     def value(self, values: Values, name: str, sample: int) -> Tensor:
         """One sample's entry of a key at any level."""

@@ -71,8 +71,8 @@ class Inputs:
         here = set(sources)
         share = self._share(command.call, command.task)
         values = self._gather([one for one in command.sources if one not in here], share)
-        for key, held in early.items():
-            values.setdefault(key, {}).update(held)
+        for key, own in early.items():
+            values.setdefault(key, {}).update(own)
         return values
 
     def _gather(self, sources: Sources, share: Share | None) -> Values:

@@ -208,29 +208,29 @@ class _Reader:
         self._connection = connection
         self._store, self._shared, self._deposits = store, shared, deposits
         self._given: set[int] = set()
-        self._held: list[StoredValue] = []
+        self._values: list[StoredValue] = []
 
     def answer(self, request: bundle.Request) -> None:
         match request:
             case FetchRequest(items=items):
-                self._held = []
+                self._values = []
                 try:
-                    self._held = bundle.find(self._store, items)
+                    self._values = bundle.find(self._store, items)
                 except MissingValueError as error:
                     _send(self._connection, Missing(error.key, error.id))
                     return
                 self._show()
             case SharedFetch():
-                self._held = []
+                self._values = []
                 try:
-                    self._held = self._shared(request)
+                    self._values = self._shared(request)
                 except TransferError as error:
                     lost = isinstance(error, PeerLostError)
                     _send(self._connection, Unfetched(error.worker, str(error), lost))
                     return
                 self._show()
             case Release():
-                self._held = []
+                self._values = []
             case Deposit(data=data):
                 self._deposits(data)
                 _send(self._connection, Deposited())
@@ -239,12 +239,12 @@ class _Reader:
 
     def _show(self) -> None:
         self._give_segments()
-        _send(self._connection, bundle.Bundle(bundle.extents(self._held)))
+        _send(self._connection, bundle.Bundle(bundle.extents(self._values)))
 
     def _give_segments(self) -> None:
         arena = self._store.arena
         retired = self._given - arena.segments()
-        wanted = {entry.block.segment for entry in self._held if entry.block is not None}
+        wanted = {entry.block.segment for entry in self._values if entry.block is not None}
         new = sorted(wanted - self._given)
         self._given = (self._given | wanted) - retired
         for start in range(0, len(new), _MAX_DESCRIPTORS):

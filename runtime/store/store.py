@@ -113,11 +113,11 @@ class Store:
         if not len(whole):
             return [StoredValue(piece, None, 0, 0) for piece in torch.split(whole.clone(), list(sizes))]
         block = self.arena.allocate(whole.nbytes)
-        held = torch.from_numpy(block.data).view(whole.dtype)
-        held.copy_(whole)
+        copied = torch.from_numpy(block.data).view(whole.dtype)
+        copied.copy_(whole)
         item = whole.element_size()
         starts = itertools.accumulate(sizes, initial=0)
-        pieces = torch.split(held, list(sizes))
+        pieces = torch.split(copied, list(sizes))
         return [
             StoredValue(p, block, start * item, n * item) for p, start, n in zip(pieces, starts, sizes, strict=False)
         ]
@@ -144,9 +144,9 @@ class Store:
     def entries(self, key: str, ids: Iterable[int]) -> list[StoredValue]:
         """Values with their places, in the order of `ids`. Raises MissingValueError for the first that is not there."""
         with self._lock:
-            held = self._entries.get(key, {})
+            values = self._entries.get(key, {})
             try:
-                return [held[id] for id in ids]
+                return [values[id] for id in ids]
             except KeyError as error:
                 raise MissingValueError(key, error.args[0]) from None
 
@@ -173,7 +173,8 @@ class Store:
         """Forget every value whose (key, id) `gone` says; it must not call the store. Returns how many values went."""
         with self._lock:
             return sum(
-                self._forget(key, {id for id in held if gone(key, id)}) for key, held in tuple(self._entries.items())
+                self._forget(key, {id for id in values if gone(key, id)})
+                for key, values in tuple(self._entries.items())
             )
 
     def close(self) -> None:
@@ -215,17 +216,17 @@ class Store:
 
     def _insert(self, key: str, ids: Sequence[int], entries: Sequence[StoredValue]) -> None:
         with self._lock:
-            held = self._entries.setdefault(key, {})
+            values = self._entries.setdefault(key, {})
             for id, entry in zip(ids, entries, strict=True):
-                replaced = held.get(id)
+                replaced = values.get(id)
                 self._nbytes += entry.nbytes - (replaced.nbytes if replaced else 0)
-                held[id] = entry
+                values[id] = entry
 
     def _forget(self, key: str, ids: set[int]) -> int:
-        held = self._entries.get(key, {})
+        values = self._entries.get(key, {})
         for id in ids:
-            self._nbytes -= held.pop(id).nbytes
-        if not held:
+            self._nbytes -= values.pop(id).nbytes
+        if not values:
             self._entries.pop(key, None)
         return len(ids)
 

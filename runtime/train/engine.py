@@ -46,7 +46,7 @@ from realgraph.runtime.train.observed import Aim
 from realgraph.runtime.train.optimizer import Adam, LossScale, Masters, lr_factor
 from realgraph.runtime.train.passes import ModelPasses, PassTotals, StepShare
 from realgraph.runtime.train.recompute import recomputing
-from realgraph.runtime.wire.metrics import HeldBytes, Mean, Metric
+from realgraph.runtime.wire.metrics import Mean, Metric, ResidentBytes
 
 FIRST_LOSS_SCALE = 2.0**16  # of float16 losses
 
@@ -157,11 +157,13 @@ class TorchTrainEngine:
             aim = Aim(call, self.scale.value, gate, self.settings.mixed_caches, seen)
             tally = self.passes.accumulate(aim, part, adam.masters)
             gap = tally.gap
-            told = torch.tensor([tally.loss, gap.total, gap.weight, *tally.gaps.view(-1).tolist()], dtype=torch.float64)
-            own = told if self.ranks.heads else torch.zeros_like(told)  # what all of a data-parallel rank know alike
+            local = torch.tensor(
+                [tally.loss, gap.total, gap.weight, *tally.gaps.view(-1).tolist()], dtype=torch.float64
+            )
+            own = local if self.ranks.heads else torch.zeros_like(local)  # what all of a data-parallel rank know alike
             sums = self.ranks.mesh.add(torch.cat([own, tally.expert_load]))
-            loss, n_told = sums[0], len(told)
-            self._gate(call, Mean(*sums[1:3].tolist()), sums[3:n_told].view(-1, 4).tolist())
+            loss, n_sums = sums[0], len(local)
+            self._gate(call, Mean(*sums[1:3].tolist()), sums[3:n_sums].view(-1, 4).tolist())
             norm = self.passes.reduce(adam.masters, 1.0 / self.scale.value)
             if bool(loss.isfinite()) and bool(norm.isfinite()):
                 break
@@ -179,7 +181,7 @@ class TorchTrainEngine:
         self.scale.succeeded()
         if self.ranks.leads:
             known = {"loss": float(loss), "grad_norm": float(norm), "lr": lr}
-            known |= load_metrics(sums[n_told:], record_of(self.model.network))
+            known |= load_metrics(sums[n_sums:], record_of(self.model.network))
             tally.add({name: Mean(value) for name, value in known.items()})
         return tally.metrics
 
@@ -258,7 +260,7 @@ class TorchTrainEngine:
         return SharedWeights(self.model.source, {name: parameter.detach() for name, parameter in named} | fixed)
 
     @contextmanager
-    def held_parts(self) -> Iterator[Mapping[str, WeightPart]]:
+    def local_parts(self) -> Iterator[Mapping[str, WeightPart]]:
         """See TrainEngine."""
         yield self.contents.weights
 
@@ -286,9 +288,9 @@ class TorchTrainEngine:
         if self.masters is None:
             raise ValueError("this role was opened without `ema_rate`")
         masters = dict(zip(self.masters.names, self.masters.tensors, strict=True))
-        held = {name: part._replace(values=masters[name]) for name, part in self.contents.weights.items()}
+        averages = {name: part._replace(values=masters[name]) for name, part in self.contents.weights.items()}
         self._reshard()
-        take_weights(self.model.network, parts, held, lambda own, new: own.lerp_(new.to(own), rate))
+        take_weights(self.model.network, parts, averages, lambda own, new: own.lerp_(new.to(own), rate))
         self.masters.publish()
         self.version = version
 
@@ -302,14 +304,14 @@ class TorchTrainEngine:
             own += self.adam.moments()
         return own
 
-    def held_bytes(self) -> HeldBytes:
+    def resident_bytes(self) -> ResidentBytes:
         """See TrainEngine."""
         weights = sum(part.values.nbytes for part in self.contents.weights.values())
         if self.masters is None:
-            return HeldBytes(weights)
+            return ResidentBytes(weights)
         states = [*self.masters.tensors] if self.masters.separate else []
         states += self.adam.moments() if self.adam is not None else []
-        return HeldBytes(weights, self.masters.gradient_bytes, sum(tensor.nbytes for tensor in states))
+        return ResidentBytes(weights, self.masters.gradient_bytes, sum(tensor.nbytes for tensor in states))
 
     def _reshard(self) -> None:
         """Free what a forward pass has left gathered: FSDP2 keeps the outermost parameters for a backward pass."""

@@ -33,7 +33,7 @@ from realgraph.runtime.models.checkpoint_files import (
 from realgraph.runtime.models.fixed import fixed_parts, fixed_shapes
 from realgraph.runtime.models.models import PackedModel
 from realgraph.runtime.models.train_state import STATE, Counters, read_counters
-from realgraph.runtime.models.weights import COPIED, held_parts, read_into, weight_specs
+from realgraph.runtime.models.weights import COPIED, local_parts, read_into, weight_specs
 from realgraph.runtime.parallel.cuts import Box, layout_boxes
 from realgraph.runtime.parallel.exchange import WeightPart
 from realgraph.runtime.parallel.routes import Gap
@@ -74,7 +74,7 @@ class Contents:
     @property
     def parts(self) -> list[tuple[str, WeightPart]]:
         """All of it: the kind of state, '' for weights, and the part."""
-        return [(kind, part) for kind, held in {"": self.weights, **self.states}.items() for part in held.values()]
+        return [(kind, part) for kind, parts in {"": self.weights, **self.states}.items() for part in parts.values()]
 
     def share(self, writers: Sequence[int]) -> Mapping[str, Mapping[str, Sequence[Box]]]:
         """The boxes of each tensor that this worker writes, by the kind of state, where of the layout's workers only
@@ -91,11 +91,11 @@ class Contents:
         if (writers, states) not in self._shares:
             shapes = {spec.name: spec.shape for spec in self.specs}
             model = (spec_from_config(self.model.config.to_dict(), Where()), self.model.head)
-            held = layout_boxes(
+            boxes = layout_boxes(
                 shapes, msgspec.structs.replace(self.layout, sharding="fsdp") if states else self.layout, model
             )
             try:
-                self._shares[writers, states] = shares({one: held[one] for one in writers}, shapes, self.apart)
+                self._shares[writers, states] = shares({one: boxes[one] for one in writers}, shapes, self.apart)
             except Gap as error:
                 raise LostPart(str(error)) from None
         return self._shares[writers, states][self.worker]
@@ -118,10 +118,10 @@ def contents_of(
             kinds["master"] = masters.tensors
         boxes = None if masters.shards is None else dict(zip(masters.names, masters.shards.boxes(), strict=True))
         states = {
-            kind: held_parts(network, dict(zip(masters.names, tensors, strict=True)), boxes)
+            kind: local_parts(network, dict(zip(masters.names, tensors, strict=True)), boxes)
             for kind, tensors in kinds.items()
         }
-    return Contents(model, *place, weight_specs(network, dtype), held_parts(network), states, masters, adam)
+    return Contents(model, *place, weight_specs(network, dtype), local_parts(network), states, masters, adam)
 
 
 def save(contents: Contents, counters: Counters, folder: RunPath) -> None:
@@ -168,7 +168,7 @@ def _write(
     here = sorted(set(writers).intersection(contents.layout.mesh.devices))
     writer = Writer(here.index(contents.worker), len(here))
     make_folder(folder)
-    dtypes = {kind: next(iter(held.values())).values.dtype for kind, held in contents.states.items()}
+    dtypes = {kind: next(iter(states.values())).values.dtype for kind, states in contents.states.items()}
     stems = {"model": {"": contents.dtype}, **({OPTIMIZER: dtypes} if dtypes else {})}
     for stem, kinds in stems.items():
         entries = [

@@ -19,7 +19,7 @@ from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.parallel.segments import WeightSegment
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from realgraph.runtime.train.files import HostSnapshot
-from realgraph.runtime.wire.metrics import HeldBytes, Metric
+from realgraph.runtime.wire.metrics import Metric, ResidentBytes
 
 
 def open_train(role: ModelRole, path: str, layout: Layout, ranks: LayoutRanks, settings: TrainSettings) -> TrainEngine:
@@ -90,9 +90,9 @@ class OffloadedEngine:
         """See TrainEngine."""
         return self._states.prefetched()
 
-    def held_bytes(self) -> HeldBytes:
+    def resident_bytes(self) -> ResidentBytes:
         """See TrainEngine."""
-        return self._engine.held_bytes()
+        return self._engine.resident_bytes()
 
     def weight_specs(self) -> Sequence[WeightSpec]:
         """See TrainEngine."""
@@ -125,9 +125,9 @@ class OffloadedEngine:
             yield from self._engine.weights()
 
     @contextmanager
-    def held_parts(self) -> Iterator[Mapping[str, WeightPart]]:
+    def local_parts(self) -> Iterator[Mapping[str, WeightPart]]:
         """See TrainEngine."""
-        with self._states.used(changed=False), self._engine.held_parts() as parts:
+        with self._states.used(changed=False), self._engine.local_parts() as parts:
             yield parts
 
     def load_weights(self, parts: Parts, version: int) -> None:

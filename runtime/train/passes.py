@@ -36,7 +36,7 @@ from realgraph.runtime.train.staged import Judged, PackedMicroBatch, StagedModel
 from realgraph.runtime.wire.metrics import Mean, Metric, merge
 
 PROXIMAL_LOGPROBS = "proximal_logprobs"
-AGES_TOLD = 16  # steps, up to which the tokens of each age are counted
+AGES_COUNTED = 16  # steps, up to which the tokens of each age are counted
 _NORM_CHUNK_ELEMENTS = 1024
 
 
@@ -48,7 +48,7 @@ class StepShare:
     sizes: tokens, samples, sampled tokens, and those of them within the age bound, before idle samples were left out.
     n_counted: what has a part in the loss on any rank: sampled tokens, or samples where the loss is of whole scores.
     idle: what idle samples would add to the denominator of this rank. ages: sampled tokens by their age in steps, from
-    0 to `told_ages` (AGES_TOLD at most), and all older ones; none where no ages are told.
+    0 to `counted_ages` (AGES_COUNTED at most), and all older ones; none where none are to be counted.
     """
 
     batch: Packed
@@ -158,11 +158,11 @@ class ModelPasses:
             raise ValueError("train was called without a mini-batch")
         drafts = [self._draft(loss, batch, version) for batch in minibatches]
         shares = [(float(draft.denominator), draft.n_counted, float(draft.n_passes)) for draft in drafts]
-        told = self.ranks.dp.collect(torch.tensor(shares, dtype=torch.float64)).view(-1, len(drafts), 3)
+        totals = self.ranks.dp.collect(torch.tensor(shares, dtype=torch.float64)).view(-1, len(drafts), 3)
         denominators, counted, passes = (
-            told[:, :, 0].sum(0),
-            told[:, :, 1].sum(0),
-            told[:, :, 2].amax(0).to(torch.int64),
+            totals[:, :, 0].sum(0),
+            totals[:, :, 1].sum(0),
+            totals[:, :, 2].amax(0).to(torch.int64),
         )
         return [
             replace(
@@ -188,7 +188,7 @@ class ModelPasses:
         left_out = float(share - losses.denominator(loss, work)) if work is not fresh else 0.0
         n_counted = fresh.n_samples if losses.needs(loss).scores else n_fresh
         n_passes = len(cuts) if self.pipe is None else self.pipe.rounded(len(cuts))
-        ages = self._told_ages(batch, version)
+        ages = self._counted_ages(batch, version)
         return StepShare(work, cuts, n_passes, share, sizes, float(n_counted), left_out, ages)
 
     def _fresh(self, loss: Loss, batch: Packed, version: int) -> Packed:
@@ -206,17 +206,17 @@ class ModelPasses:
     def _ages(self, batch: Packed, version: int) -> Tensor | None:
         """[T]: steps from the one whose weights drew each token to the one that trains it; None where none can be."""
         settings = self.settings
-        if (settings.max_age is None and settings.told_ages is None) or VERSIONS not in batch.token_keys:
+        if (settings.max_age is None and settings.counted_ages is None) or VERSIONS not in batch.token_keys:
             return None
         drawn_in = torch.div(batch.token_keys[VERSIONS], settings.generator_trains, rounding_mode="floor")
         return version // settings.trains - drawn_in
 
-    def _told_ages(self, batch: Packed, version: int) -> tuple[int, ...]:
+    def _counted_ages(self, batch: Packed, version: int) -> tuple[int, ...]:
         """See StepShare; of ranks without a sample, too."""
-        ages, most = self._ages(batch, version), self.settings.told_ages
+        ages, most = self._ages(batch, version), self.settings.counted_ages
         if most is None:
             return ()
-        return _counts_of(batch.tokens[:0] if ages is None else ages[batch.mask], min(most, AGES_TOLD))
+        return _counts_of(batch.tokens[:0] if ages is None else ages[batch.mask], min(most, AGES_COUNTED))
 
     def with_proximal(self, parts: Sequence[StepShare], temperature: float) -> list[StepShare]:
         """The same parts with the log-probabilities (of masked tokens) of the weights before the first step.

@@ -91,7 +91,7 @@ class StagedModel:
             if routed is not None:
                 routed.add(action, arrived)
             if "hidden" in out:
-                return out["hidden"] if routed is None else routed.told(action, out["hidden"])
+                return out["hidden"] if routed is None else routed.message(action, out["hidden"])
             balance = {} if routed is None else {"balance": routed.balance(action)}
             judged[action.microbatch] = found = judge(work[action.microbatch], Outputs(**out, **balance))
             return found.loss
@@ -160,7 +160,7 @@ class StageRoutes:
         before.requires_grad_()
         self._kept[action.microbatch, action.chunk] = arrived, before, before + self._record.totals(self._device)
 
-    def told(self, action: Action, hidden: Tensor) -> Tensor:
+    def message(self, action: Action, hidden: Tensor) -> Tensor:
         """The message for the next stage."""
         return with_notes(hidden, self._kept[action.microbatch, action.chunk][2])
 

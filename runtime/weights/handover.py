@@ -50,12 +50,12 @@ class FetchedWeights(NamedTuple):
     arrived: ArrivedBytes
     names: tuple[str, ...]
 
-    def compare(self, held: Callable[[], Tensor], worker: int) -> ArrivedBytes:
-        """Compare what lies here in the end with what was given; returns what has come. held: its checksums [weights],
-        in the receiver's order. Raises WeightsDiffer."""
+    def compare(self, local_sums: Callable[[], Tensor], worker: int) -> ArrivedBytes:
+        """Compare what lies here in the end with what was given; returns what has come. local_sums: its checksums
+        [weights], in the receiver's order. Raises WeightsDiffer."""
         if self.sums is None:
             return self.arrived
-        here = dict(zip(self.names, held().tolist(), strict=True))
+        here = dict(zip(self.names, local_sums().tolist(), strict=True))
         there = dict(zip(sorted(self.names), self.sums.tolist(), strict=True))
         if wrong := [name for name in self.names if here[name] != there[name]]:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -86,10 +86,10 @@ class WeightHandover:
         values = [part.values.detach().to("cpu").contiguous() for part in parts]
         self.withdraw(call)
         self._store.put(_key(call), range(len(parts)), values)
-        told = tuple([(part.name, part.box.start, part.box.shape) for part in parts])
+        extents = tuple([(part.name, part.box.start, part.box.shape) for part in parts])
         for receiver in work.joined.keys() & wants.keys():
             sums = b"" if shapes is None else _sums(_common(parts, wants[receiver]), shapes)
-            self.mail.send(receiver, _key(call), msgspec.msgpack.encode(GivenWeights(work.version, told, sums)))
+            self.mail.send(receiver, _key(call), msgspec.msgpack.encode(GivenWeights(work.version, extents, sums)))
 
     def withdraw(self, call: str) -> None:
         """Nobody needs the copy any more."""

@@ -92,16 +92,16 @@ class Movement:
         shapes = {spec.name: spec.shape for spec in source.weight_specs()}
         moves, route, shown = self._route(between, source.weight_specs())
         before, owner = route.arrivals.total, self._trained.get(between.role)
-        with owner.held_parts() if owner is not None else nullcontext({}) as held:
+        with owner.local_parts() if owner is not None else nullcontext({}) as local:
             segment = owner.segment if owner is not None else None
-            place = WorkerParts(self._worker, source.device, held, moves.wants.get(self._worker, {}), segment)
+            place = WorkerParts(self._worker, source.device, local, moves.wants.get(self._worker, {}), segment)
             self._n_begun[between] += 1
             if not self._job.runtime.verifies(self._n_begun[between]):
                 yield Moved(route, before, route.bring(place))
                 return
             sums = Checksums(moves, place, shapes, shown)
             yield Moved(route, before, route.bring(place).through(sums.watch), sums)
-            route.lent += sums.compare(route.tell)
+            route.lent += sums.compare(route.send)
 
     def hand_over(self, handover: WeightHandover, work: Reallocate, trained: Layout) -> None:
         """Give this worker's share of the trained weights to engines in no process group with it. trained: their
@@ -112,9 +112,9 @@ class Movement:
         owner = self._trained[work.role]
         specs = owner.weight_specs()
         shapes, (dtype,) = {spec.name: spec.shape for spec in specs}, {spec.dtype for spec in specs}
-        with owner.held_parts() as held:
+        with owner.local_parts() as local:
             parts = [
-                WeightPart(name, box, held[name].values[box.within(held[name].box).slices].to(dtype))
+                WeightPart(name, box, local[name].values[box.within(local[name].box).slices].to(dtype))
                 for name, boxes in self._shares_of(work.role, trained, shapes)[self._worker].items()
                 for box in boxes
             ]
@@ -163,8 +163,8 @@ class Movement:
             shapes, (dtype,) = {spec.name: spec.shape for spec in specs}, {spec.dtype for spec in specs}
             model = self._model_of(between.role)
             moves = reallocation(shapes, dtype, between.layouts, self._member, model, between.receivers)
-            held = layout_boxes(shapes, between.layouts[0], model)
-            shown = shares(held, shapes) if self._job.runtime.verified_updates else {}
+            local = layout_boxes(shapes, between.layouts[0], model)
+            shown = shares(local, shapes) if self._job.runtime.verified_updates else {}
             self._routes[between] = _Route(
                 moves, MappedRoute(moves, self._worker, self._member.host, self._expendable), shown
             )

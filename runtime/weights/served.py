@@ -33,7 +33,7 @@ from realgraph.runtime.rollout.weights.broadcast import (
 from realgraph.runtime.rollout.weights.staged import StagedWeights, checksums_of
 from realgraph.runtime.store.mail import Mail
 from realgraph.runtime.weights.movement import Between, Movement, role_path
-from realgraph.runtime.weights.server_checksums import HeldWeights
+from realgraph.runtime.weights.server_checksums import ChecksumComparison
 from realgraph.runtime.wire.metrics import ArrivedBytes
 from realgraph.runtime.wire.protocol import Reallocate
 
@@ -62,7 +62,9 @@ class ServedCall:
         self._backend: BackendName = "nccl" if collectives.member.device.type == "cuda" else "gloo"
         self._broadcasts = job.plan.reallocation_transport.get(call) == "device"
         self._update = 0
-        self._held = HeldWeights(self._words, range(layout.dp), self._place) if self._place is not None else None
+        self._checksums = (
+            ChecksumComparison(self._words, range(layout.dp), self._place) if self._place is not None else None
+        )
         self._n_taken = 0  # updates of the server here
         self._staged: StagedWeights | None = None  # on the leader
         self._sender = Broadcaster(self._words, call, self._servers, collectives.member.device)
@@ -153,25 +155,25 @@ class ServedCall:
         buckets = buckets_of(engine.weight_specs())
         engine.receive(folder, version, Broadcast(words, self._update, self._servers, place, self._backend, buckets))
         self._verify(engine, broadcast=words.failure(self._update) is None)
-        words.tell(self._update, f"{DONE}{place}")  # its folder may go
+        words.post(self._update, f"{DONE}{place}")  # its folder may go
 
     def _verify(self, engine: SglangEngine, *, broadcast: bool, together: bool = True) -> None:
         """Compare what the server here holds at the updates that `runtime.verify_weights` names. Raises
         WeightsDiffer."""
-        assert self._held is not None, "a server is its head's"
+        assert self._checksums is not None, "a server is its head's"
         self._n_taken += 1
         if self._job.runtime.verifies(self._n_taken):
-            self._held.compare(engine, broadcast=broadcast, together=together)
+            self._checksums.compare(engine, broadcast=broadcast, together=together)
 
     def _agrees_on_nccl(self) -> bool:
         """Both ends have one NCCL, as the others of different versions do not understand each other. A worker that has
         ended is not asked."""
         words, worker = self._words, self._member.worker
         if worker == self._leader:
-            words.tell(0, "trainer", nccl_of(sys.executable))
+            words.post(0, "trainer", nccl_of(sys.executable))
         if worker in self._heads:
             assert self._job.rollout.python is not None, "only servers that are started take broadcasts"
-            words.tell(0, f"server/{worker}", nccl_of(self._job.rollout.python))
+            words.post(0, f"server/{worker}", nccl_of(self._job.rollout.python))
         ours = words.hear(0, "trainer")
         theirs = set(words.hear_those(0, {head: f"server/{head}" for head in self._heads}))
         if theirs <= {ours}:

@@ -13,7 +13,7 @@ SUMS = "sums/"  # the word of a server's worker, with its place behind it
 _HINT = "this is a mistake of the server or of the way that weights come to it (runtime.verify_weights)"
 
 
-class HeldWeights:
+class ChecksumComparison:
     """The weights that one server holds. Raises WeightsDiffer. places: of all servers of the call; one tensor-parallel
     size. place: of this one."""
 
@@ -25,21 +25,21 @@ class HeldWeights:
         """Look at the weights that the server has now; where its release tells no checksums, do nothing. broadcast:
         they came so, and lie in its folder, too. together: all servers of the call take them; else a worker may be
         gone, and with it the store of the words."""
-        held = engine.held_checksums()
-        if held is None:
+        reported = engine.server_checksums()
+        if reported is None:
             return
         if broadcast:
             engine.read_again()
-            if name := first_difference(held, engine.held_checksums() or held):
+            if name := first_difference(reported, engine.server_checksums() or reported):
                 text = f"does not hold {name!r} as it was broadcast: read from disk, it has another checksum"
                 raise self._differ(engine, text)
-        mine, given = digest(held), digest({"": str(engine.checksums().tolist())})
+        mine, given = digest(reported), digest({"": str(engine.checksums().tolist())})
         if self._before is not None and self._before[0] != given and self._before[1] == mine and not engine.quantized:
             raise self._differ(engine, "holds what it held before, though it was given other weights")
         self._before = given, mine
         if not together:
             return
-        self._words.tell(engine.version, f"{SUMS}{self._place}", mine)
+        self._words.post(engine.version, f"{SUMS}{self._place}", mine)
         for other in self._places:  # whoever is the last to tell sees them all, so nobody has to wait
             said = self._words.said(engine.version, f"{SUMS}{other}")
             if said not in (None, mine):

@@ -40,10 +40,10 @@ def merge(metrics: dict[str, Metric], more: Mapping[str, Metric]) -> None:
         match metrics.get(name), metric:
             case None, _:
                 metrics[name] = metric
-            case Mean() as held, Mean():
-                metrics[name] = held + metric
-            case Max() as held, Max():
-                metrics[name] = held + metric
+            case Mean() as own, Mean():
+                metrics[name] = own + metric
+            case Max() as own, Max():
+                metrics[name] = own + metric
             case _:
                 raise AssertionError(f"the metric {name!r} is a mean in one place and a maximum in another")
 
@@ -58,7 +58,7 @@ class ArrivedBytes(Struct, frozen=True, gc=False):
         return ArrivedBytes(self.near + other.near, self.far + other.far)
 
 
-class HeldBytes(Struct, frozen=True, gc=False):
+class ResidentBytes(Struct, frozen=True, gc=False):
     """Bytes on a worker's device of its part of a role's weights, of their gradients at most, and of masters and
     moments; counted tensor by tensor."""
 

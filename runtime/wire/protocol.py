@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct, field
 
-from realgraph.runtime.wire.metrics import ArrivedBytes, HeldBytes, Mean, Metric
+from realgraph.runtime.wire.metrics import ArrivedBytes, Mean, Metric, ResidentBytes
 
 
 class _Message(Struct, frozen=True, tag=True, array_like=False):
@@ -307,7 +307,7 @@ class Done(_Message, frozen=True, gc=False):
     ended: float = 0.0
     transcripts: tuple[str, ...] = ()
     arrived: ArrivedBytes = ArrivedBytes()  # for this task
-    held: HeldBytes | None = None  # of the copy that a model call or a reallocation has used
+    resident: ResidentBytes | None = None  # of the copy that a model call or a reallocation has used
     loaded: tuple[Sample, ...] = ()  # of held-out rows
 
 

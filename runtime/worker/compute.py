@@ -71,7 +71,7 @@ class Collect(msgspec.Struct, frozen=True):
     call: str
 
 
-class Tell(msgspec.Struct, frozen=True):
+class SendDrawn(msgspec.Struct, frozen=True):
     """Other engines are to be told what was drawn."""
 
 
@@ -82,7 +82,7 @@ class Compute:
         self.job = msgspec.json.decode(configure.job, type=Job)
         self.worker = resources.worker
         self._resources, self._configure, self._post = resources, configure, post
-        self._work: queue.SimpleQueue[ModelCommand | Collect | Tell | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[ModelCommand | Collect | SendDrawn | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="compute", daemon=True)
         self._samples: SamplesFile | None = None
         self._audit: Lines | None = None
@@ -116,7 +116,9 @@ class Compute:
         self._later = LaterPrompts(job, self._assembler, self._loading)
         if self._configure.resume:
             self.roles.load(resources.run_path(self._configure.resume))
-        self._sharing = TokenSharing(self.worker, resources.kept, resources.deposit, lambda: self._work.put(Tell()))
+        self._sharing = TokenSharing(
+            self.worker, resources.kept, resources.deposit, lambda: self._work.put(SendDrawn())
+        )
         self._rollouts = {name: self._make_rollouts(name) for name in self.roles.rollouts if self.roles.leads(name)}
         if self._first is not None and self.functions.begins_early:
             self._first.ended = self.functions.begin
@@ -218,7 +220,7 @@ class Compute:
                 if reply is not None:
                     self._post(reply)
 
-    def _name(self, work: ModelCommand | Collect | Tell) -> str:
+    def _name(self, work: ModelCommand | Collect | SendDrawn) -> str:
         match work:
             case Execute() | Submit() | Reallocate() | EndSession() | Collect():
                 return work.call
@@ -241,7 +243,7 @@ class Compute:
             for engine in engines:
                 engine.resume()
 
-    def _run(self, work: ModelCommand | Collect | Tell) -> Reply | None:
+    def _run(self, work: ModelCommand | Collect | SendDrawn) -> Reply | None:
         match work:
             case Collect(call=call):
                 return self._collect(call)
@@ -249,8 +251,8 @@ class Compute:
                 return self._load(work)
             case Submit():
                 return self._submit(work)
-            case Keep() | Forget() | Tell():
-                self._tell(work)
+            case Keep() | Forget() | SendDrawn():
+                self._exchange_tokens(work)
                 return None
             case Abort(groups=groups):
                 for rollouts in self._rollouts.values():
@@ -270,14 +272,14 @@ class Compute:
                 with self._device(memory=isinstance(work, Execute | Reallocate)):
                     return self._counted(work)
 
-    def _tell(self, work: Keep | Forget | Tell) -> None:
+    def _exchange_tokens(self, work: Keep | Forget | SendDrawn) -> None:
         """Tokens that engines know of each other."""
         match work:
             case Forget(worker=worker):
                 self._resources.kept.forget(worker)
             case Keep(groups=groups, keepers=keepers) if self._first is not None:
                 self._first.keep(dict(zip(groups, keepers, strict=True)))
-            case Tell() if self._first is not None:
+            case SendDrawn() if self._first is not None:
                 self._first.share()
 
     def _counted(self, work: AloneCommand) -> Done:
@@ -363,8 +365,8 @@ class Compute:
         metrics: dict[str, Metric] = {}
         for gate in self._gates:
             metrics |= gate.after_reallocation(work)
-        name, held, ended = reallocation_node(work.call), self.roles.held_bytes(work.call), time.time()
-        return Done(self.worker, work.task, name, metrics, started=began, ended=ended, arrived=arrived, held=held)
+        name, nbytes, ended = reallocation_node(work.call), self.roles.resident_bytes(work.call), time.time()
+        return Done(self.worker, work.task, name, metrics, started=began, ended=ended, arrived=arrived, resident=nbytes)
 
     def _save(self, folder: str) -> dict[str, Metric]:
         gaps: dict[str, Metric] = {}

@@ -146,7 +146,7 @@ class Evaluation:
         asked = {group: prompt.asked for group, prompt in of_group.items() if prompt.asked is not None}
         loaded = self._rollouts.store(tokens, done, asked)
         self._drawn = _Drawn(begun, done)
-        return self._told(begun.command, begun.started, loaded)
+        return self._stored_reply(begun.command, begun.started, loaded)
 
     def _draw_later(self, command: Evaluate) -> Done:
         """Draw the samples of a later generate call, whose prompts others have written. Raises PromptError."""
@@ -159,9 +159,9 @@ class Evaluation:
         prompts = {sample: tokens for own in written.values() for sample, tokens in own.items()}
         seed = call_seed(self._job.seed, command.call)
         requests = [rollouts.sampling.request(one, prompts[one], sample_seed(seed, one)) for one in prompts]
-        return self._told(command, started, rollouts.store(prompts, rollouts.complete(requests)))
+        return self._stored_reply(command, started, rollouts.store(prompts, rollouts.complete(requests)))
 
-    def _told(self, command: Evaluate, started: float, loaded: tuple[Sample, ...]) -> Done:
+    def _stored_reply(self, command: Evaluate, started: float, loaded: tuple[Sample, ...]) -> Done:
         return Done(self._worker, command.task, "evaluate", started=started, ended=time.time(), loaded=loaded)
 
     def _judge(self, command: Evaluate) -> Done:

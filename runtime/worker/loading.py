@@ -114,8 +114,8 @@ class Loading:
         for index in rows:
             row = self._eval.row(index)
             if isinstance(row, DataRow):
-                told = self._eval.asked(row, self._prompt_key) if asked and self.own_tokens else None
-                prompts.append(Prompt(index, tuple(row.group[self._prompt_key]), row.group, told))
+                asked_as = self._eval.asked(row, self._prompt_key) if asked and self.own_tokens else None
+                prompts.append(Prompt(index, tuple(row.group[self._prompt_key]), row.group, asked_as))
         return prompts
 
     @property

@@ -92,7 +92,7 @@ class ModelCalls:
             started=started,
             ended=time.time(),
             arrived=self._arrived,
-            held=self._roles.held_bytes(command.call),
+            resident=self._roles.resident_bytes(command.call),
         )
 
     def _gathered(self, command: Execute) -> Values:
@@ -103,9 +103,9 @@ class ModelCalls:
         return values
 
     def _check_version(self, command: Execute) -> None:
-        held = self._roles.engines[command.call].version
-        if self._graph.role(command.call) in self._trained and held != command.version:
-            raise StaleWeightsError(repr(command.call), command.version, held)
+        present = self._roles.engines[command.call].version
+        if self._graph.role(command.call) in self._trained and present != command.version:
+            raise StaleWeightsError(repr(command.call), command.version, present)
 
     def _infer(self, call: Inference, command: Execute) -> dict[str, Mean]:
         self._check_version(command)

@@ -43,7 +43,7 @@ from realgraph.runtime.train.errors import LostPart
 from realgraph.runtime.weights.handover import WeightHandover
 from realgraph.runtime.weights.movement import Between, Movement, role_path
 from realgraph.runtime.weights.served import ServedCall
-from realgraph.runtime.wire.metrics import ArrivedBytes, HeldBytes
+from realgraph.runtime.wire.metrics import ArrivedBytes, ResidentBytes
 from realgraph.runtime.wire.protocol import Reallocate
 from realgraph.runtime.worker.engines import ENGINES, Replica, open_server
 
@@ -193,7 +193,7 @@ class Roles:
             engines=tuple(head_worker(drawn, rank) for rank in range(drawn.dp)) if drawn is not None else (),
             mixed_caches=job.rollout.interrupt == "keep_kv",
             max_age=ages if job.overdue == "mask" else None,
-            told_ages=ages,
+            counted_ages=ages,
             trains=len(trains),
             generator_trains=max(1, generator_trains),
             functions=load_applied(applied, job.user_dir),
@@ -340,10 +340,10 @@ class Roles:
         one that is gone or far behind."""
         self._movement.settle(role)
 
-    def held_bytes(self, call: str) -> HeldBytes | None:
+    def resident_bytes(self, call: str) -> ResidentBytes | None:
         """Bytes of this worker's copy for `call`; None where it has none."""
         engine = self._in_place.get(call) or self.engines.get(call) or self.rollouts.get(call)
-        return engine.held_bytes() if engine is not None else None
+        return engine.resident_bytes() if engine is not None else None
 
     def reallocate(self, work: Reallocate) -> ArrivedBytes:
         """Copy the trained weights to this worker's copy for a call. Owners and receivers all call it. Returns what has

@@ -188,7 +188,7 @@ def given_up(ranks: LayoutRanks, case: Case, models: Path) -> tuple[list[int], b
         storages = {id(one): one for one in (tensor.untyped_storage() for tensor in engine.state_tensors())}
         return sum(storage.nbytes() for storage in storages.values())
 
-    with engine.held_parts() as parts:
+    with engine.local_parts() as parts:
         copied = [part._replace(values=part.values.clone()) for part in parts.values() if part.box.numel]
     logprobs, nbytes = engine.inference(batch, "logprobs", 1.0), [held()]
     engine.release()
@@ -197,7 +197,7 @@ def given_up(ranks: LayoutRanks, case: Case, models: Path) -> tuple[list[int], b
     assert engine.version == RELEASED
     engine.load_weights(iter(copied), 7)
     nbytes.append(held())
-    with engine.held_parts() as parts:
+    with engine.local_parts() as parts:
         same = all(torch.equal(parts[part.name].values, part.values) for part in copied)
     return nbytes, same and engine.version == 7 and torch.equal(engine.inference(batch, "logprobs", 1.0), logprobs)
 

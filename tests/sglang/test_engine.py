@@ -143,7 +143,7 @@ class Pair:
         assert words.hear(update, STAGED) == str(folder)
         taken = Broadcast(words, update, SERVERS, 0, "gloo", buckets_of(specs))
         self.engine.receive(folder, version, taken)
-        words.tell(update, f"{DONE}0")
+        words.post(update, f"{DONE}0")
         sending.join(60.0)
         assert not sending.is_alive() and self.engine.version == version
 

@@ -70,7 +70,7 @@ def _core_pass(setting: Setting) -> CorePass:
         layer=_dense_products(setting) + attention(setting) + Part(pass_layer_seconds(setting.costs)),
         routed=_routed_products(setting),
         elementwise=elementwise(setting),
-        moved=across + _told_counts(setting) + context_traffic(setting),
+        moved=across + _count_exchange(setting) + context_traffic(setting),
         moved_back=across + context_traffic(setting, "scatter"),
         head=product(setting, model.head_flops(setting.role.head) / 2 / setting.layout.tp, width),
         ends=_row_ends(setting),
@@ -101,7 +101,7 @@ def _routed_products(setting: Setting) -> Part:
     return Part(fixed + local * one.fixed, of_all).scaled(model.expert_layers / model.layers)
 
 
-def _told_counts(setting: Setting) -> Part:
+def _count_exchange(setting: Setting) -> Part:
     """Before tokens go to experts, each device tells the others how many come."""
     model, ep = setting.model, setting.layout.ep
     return Part(hop_seconds(setting, ep, "exchange") * (model.expert_layers / model.layers))

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.planner.costs.compute.slices import Cuts, Runs, Weights, common_bytes, cuts_of, held_bytes
+from realgraph.planner.costs.compute.slices import Cuts, Runs, Weights, common_bytes, cuts_of, resident_bytes
 from realgraph.planner.costs.engine_overheads import EngineOverheads
 from realgraph.planner.costs.overhead import collective_seconds, link_share
 from realgraph.planner.costs.setting import Setting
@@ -94,8 +94,8 @@ def copies_of(
         nodes=(first, last),
         per_node=per_node,
         cuts=cuts,
-        device_bytes=held_bytes(cuts, Runs(np.zeros(1, dtype=np.int64), 1), weights),
-        node_bytes=held_bytes(cuts, Runs(np.arange(0, mesh.n_devices, per_node), per_node), weights),
+        device_bytes=resident_bytes(cuts, Runs(np.zeros(1, dtype=np.int64), 1), weights),
+        node_bytes=resident_bytes(cuts, Runs(np.arange(0, mesh.n_devices, per_node), per_node), weights),
         cut=number,
         away=np.zeros(len(layouts), dtype=np.bool_) if away is None else away,
         weights=weights,
@@ -219,11 +219,11 @@ def _equal(source: Cuts, target: Cuts) -> Bools:
 
 def reallocation_seconds(there: Copies, far: bool) -> Floats:
     """[options]: trained weights to each copy from devices elsewhere. far: from other nodes."""
-    held = there.taken
-    seconds = held / (min(there.link, there.read) if there.cpu else there.link)
+    arriving = there.taken
+    seconds = arriving / (min(there.link, there.read) if there.cpu else there.link)
     if far:
         seconds = np.maximum(seconds, there.node_bytes / there.per_node / there.nic)
-    return np.asarray(seconds + held / BUCKET_BYTES * BUCKET_SECONDS + there.fixed)[there.cut]
+    return np.asarray(seconds + arriving / BUCKET_BYTES * BUCKET_SECONDS + there.fixed)[there.cut]
 
 
 def offload_seconds(cluster: Cluster, nbytes: float, factors: EfficiencyFactors | None = None) -> float:

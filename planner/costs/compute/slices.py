@@ -71,12 +71,12 @@ def _row(layout: Layout, serves: bool) -> tuple[int, int, int, int, int, int]:
     return layout.pp, layout.tp, groups, expert_parts, shards, expert_shards
 
 
-def held_bytes(cuts: Cuts, runs: Runs, weights: Weights) -> Floats:
+def resident_bytes(cuts: Cuts, runs: Runs, weights: Weights) -> Floats:
     """[cuts]: bytes of the different slices on the fullest run; of runs that are not even, all of their stages."""
     size = cuts.devices // cuts.stages[:, None]
     stages = (runs.starts + runs.length - 1) // size - runs.starts // size + 1
-    inner = weights.dense * _held(cuts.parts, runs.length) * _shards(cuts, runs.length)
-    experts = _held(cuts.groups, runs.length) * _held(cuts.expert_parts, runs.length)
+    inner = weights.dense * _share_of(cuts.parts, runs.length) * _shards(cuts, runs.length)
+    experts = _share_of(cuts.groups, runs.length) * _share_of(cuts.expert_parts, runs.length)
     inner = inner + weights.routed * experts * _shards(cuts, runs.length, routed=True)
     inner = np.where(_even(cuts, runs.length), inner, weights.dense + weights.routed)
     return np.asarray(stages.max(axis=1) / cuts.stages * inner)
@@ -93,7 +93,7 @@ def _even(cuts: Cuts, length: int) -> Bools:
     return even
 
 
-def _held(parts: Ints, length: int) -> Floats:
+def _share_of(parts: Ints, length: int) -> Floats:
     return np.minimum(1.0, length / parts)
 
 

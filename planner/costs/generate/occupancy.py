@@ -220,6 +220,6 @@ def _renewal(lengths: Lengths) -> tuple[float, Floats]:
     admitted = np.zeros(count)
     for cell in range(count):
         low = max(0, cell - LENGTH_CELLS - 1)
-        held = float(np.dot(admitted[low:cell], alive[cell - low : 0 : -1])) if cell else 0.0
-        admitted[cell] = max(0.0, 1.0 - first[cell] - held) / alive[0]
+        occupied = float(np.dot(admitted[low:cell], alive[cell - low : 0 : -1])) if cell else 0.0
+        admitted[cell] = max(0.0, 1.0 - first[cell] - occupied) / alive[0]
     return width, admitted

@@ -177,10 +177,10 @@ def trained_copy(
     routed = local_routed(model, role, layout, stage=stage) * trained // whole
     rows = ceil_div(trained - routed, layout.dp * layout.cp) + ceil_div(routed, expert_copies(layout))
     if layout.sharding == "fsdp" and layout.dp * layout.cp > 1:
-        held = _sharded_params(model, role, layout, stage)
+        sharded = _sharded_params(model, role, layout, stage)
         apart = layout.pp > 1 and layout.ep > 1 and expert_copies(layout) == 1
         left = max(rows - routed, routed) if apart else rows
-        return Footprint(weights=wide * held, gradients=wide * (rows + left), optimizer=2 * wide * rows)
+        return Footprint(weights=wide * sharded, gradients=wide * (rows + left), optimizer=2 * wide * rows)
     stepped = rows if (cuts_model(layout) if share.distributed is None else share.distributed) else trained
     return Footprint(
         weights=own * whole, gradients=wide * trained, optimizer=(2 if wide == own else 3) * wide * stepped

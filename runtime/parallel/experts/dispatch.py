@@ -23,14 +23,14 @@ class Dispatch:
         spans = [split(len(counts), ranks.size, rank) for rank in range(ranks.size)]
         n_own = spans[ranks.rank][1]
         sizes = [size for _, size in spans]
-        told = ranks.exchange_rows(counts, sizes, [n_own] * ranks.size).view(ranks.size, n_own)  # by sender
+        arriving = ranks.exchange_rows(counts, sizes, [n_own] * ranks.size).view(ranks.size, n_own)  # by sender
         per_rank = torch.stack([part.sum() for part in torch.split(counts, sizes)])
-        known = torch.cat([per_rank, told.sum(1), told.sum(0)]).tolist()  # one transfer from the device
+        known = torch.cat([per_rank, arriving.sum(1), arriving.sum(0)]).tolist()  # one transfer from the device
         self._out, self._into = known[: ranks.size], known[ranks.size : 2 * ranks.size]
         self.received: list[int] = known[2 * ranks.size :]
         # rows come by sender and, of one, by expert; experts want theirs together
         expert = torch.arange(n_own, device=counts.device).repeat(ranks.size)
-        self._by_expert = torch.repeat_interleave(expert, told.reshape(-1)).argsort(stable=True)
+        self._by_expert = torch.repeat_interleave(expert, arriving.reshape(-1)).argsort(stable=True)
 
     def send(self, rows: Tensor) -> Tensor:
         """[own rows, hidden], sorted by expert -> [rows for own experts, hidden], sorted by expert. Collective, and so

@@ -148,10 +148,10 @@ def load_balance(totals: Tensor, sharers: Sequence[Ranks]) -> Tensor:
     gradient of its own. Collective. Source: Switch Transformer, arXiv:2101.03961, eq. 4-6, over layers as transformers'
     load_balancing_loss_func has it."""
     n = len(totals) // 2
-    told = torch.cat([totals[:n], totals[-1:]]).detach()
+    counted = torch.cat([totals[:n], totals[-1:]]).detach()
     for ranks in sharers:
-        ranks.add(told)
-    counts, rows = told[:-1], told[-1].clamp(min=1)
+        ranks.add(counted)
+    counts, rows = counted[:-1], counted[-1].clamp(min=1)
     own = n * (counts / rows * totals[n:-1] / rows).sum()
     whole = own.detach().clone()
     for ranks in sharers:

@@ -30,13 +30,13 @@ _DRAWS_TAG = 1  # hidden states have tag 0
 class Draws:
     """Tokens [n] and log-probabilities [n] that were drawn for n sequences, perhaps still on their way."""
 
-    told: Drawn | None = None  # None until the pass has gone through all chunks here
+    result: Drawn | None = None  # None until the pass has gone through all chunks here
     works: Sequence[dist.Work] = ()
     stages: str = ""
 
     def take(self) -> tuple[list[int], list[float]]:
         """Tokens [n] and their log-probabilities [n]; waits for them. Raises CollectiveError where they don't come."""
-        assert self.told is not None, "the pass that they are drawn from has not ended"
+        assert self.result is not None, "the pass that they are drawn from has not ended"
         for work in self.works:
             try:
                 work.wait()
@@ -44,7 +44,7 @@ class Draws:
                 raise CollectiveError(
                     f"the tokens that the last pipeline stage of {self.stages} draws did not arrive: {error}"
                 ) from error
-        tokens, logprobs = self.told
+        tokens, logprobs = self.result
         return tokens.long().tolist(), logprobs.tolist()
 
 
@@ -128,12 +128,12 @@ class StagedRollout:
         waits for another here."""
         ranks, last = self._stage.ranks, self._stage.last
         if drawn is None:
-            told = torch.empty((2, n), dtype=torch.float64)
-            works = [dist.irecv(told, group=ranks.group, group_src=last, tag=_DRAWS_TAG)]
+            result = torch.empty((2, n), dtype=torch.float64)
+            works = [dist.irecv(result, group=ranks.group, group_src=last, tag=_DRAWS_TAG)]
         else:
-            told = torch.stack([part.double() for part in drawn]).cpu()
-            works = [dist.isend(told, group=ranks.group, group_dst=to, tag=_DRAWS_TAG) for to in range(last)]
-        draws.told, draws.works = (told[0], told[1]), [work for work in works if work is not None]
+            result = torch.stack([part.double() for part in drawn]).cpu()
+            works = [dist.isend(result, group=ranks.group, group_dst=to, tag=_DRAWS_TAG) for to in range(last)]
+        draws.result, draws.works = (result[0], result[1]), [work for work in works if work is not None]
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""

@@ -36,7 +36,7 @@ class UpdateWords:
     def __init__(self, store: Store, call: str, seconds: float, is_gone: Callable[[int], bool]) -> None:
         self._store, self.seconds, self._is_gone = PrefixStore(f"{SGLANG_KIND}/{call}", store), seconds, is_gone
 
-    def tell(self, update: int, word: str, value: str = "") -> None:
+    def post(self, update: int, word: str, value: str = "") -> None:
         """Say a word about an update, once."""
         self._store.set(f"{update}/{word}", value)
 
@@ -79,7 +79,7 @@ class UpdateWords:
     def fail(self, update: int, why: str) -> None:
         """Give an update by broadcast up, for all."""
         if self.failure(update) is None:
-            self.tell(update, _FAILED, why)
+            self.post(update, _FAILED, why)
 
     def failure(self, update: int) -> str | None:
         """Reason why somebody has given it up; None where nobody has."""

@@ -108,7 +108,7 @@ class Broadcaster:
         """Send the weights of a folder. Where it fails, servers get them out of that folder, and the log says so."""
         words = self._agreement
         try:
-            words.tell(update, STAGED, str(folder))
+            words.post(update, STAGED, str(folder))
             self._meet(update)
             for flat in self._flat(folder / "model.safetensors", specs):
                 self._broadcast(update, flat)
@@ -129,7 +129,7 @@ class Broadcaster:
         words = self._agreement
         names = {words.hear(update, f"{READY}{place}", worker) for place, worker in enumerate(self._servers.workers)}
         if self._group is not None and names == {self._name}:
-            words.tell(update, GROUP, msgspec.json.encode(GroupAddress(self._name, 0)).decode())
+            words.post(update, GROUP, msgspec.json.encode(GroupAddress(self._name, 0)).decode())
             return
         self._leave()
         self._n_groups += 1
@@ -140,7 +140,7 @@ class Broadcaster:
             store = TCPStore(
                 HOST, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listener.detach()
             )
-        words.tell(update, GROUP, msgspec.json.encode(GroupAddress(self._name, port)).decode())
+        words.post(update, GROUP, msgspec.json.encode(GroupAddress(self._name, port)).decode())
         ranks = (0, self._servers.world)
         self._group = open_group(PrefixStore(self._name, store), self._name, ranks, self._backend, wait)
         refuse_connections(listening_sockets() - before)

@@ -116,12 +116,12 @@ class EngineWeights:
         """True where weights of `version` are on their way to the copy of `call`."""
         return any((move.call, move.version) == (call, version) for move in self.moving.values())
 
-    def receivers(self, call: str, workers: tuple[int, ...], held: int, newest: int) -> tuple[int, ...]:
-        """Those of the workers of `call` whose copy is older than `newest`, but for engines that keep theirs. held: by
-        all engines but those that are late."""
+    def receivers(self, call: str, workers: tuple[int, ...], current: int, newest: int) -> tuple[int, ...]:
+        """Those of the workers of `call` whose copy is older than `newest`, but for engines that keep theirs. current:
+        that of all engines but those that are late."""
         if call != self._call or not (self._kept or self.late or self._ranks != self._all):
-            return workers if held < newest else ()
-        due = [rank for rank in self._ranks if rank[0] not in self._kept and self.late.get(rank[0], held) < newest]
+            return workers if current < newest else ()
+        due = [rank for rank in self._ranks if rank[0] not in self._kept and self.late.get(rank[0], current) < newest]
         return tuple([worker for rank in due for worker in rank])
 
     def ended(self, task: int, before: int) -> int:
