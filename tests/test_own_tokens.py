@@ -10,7 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from realgraph.graphs.check.compile import compile_graph
 from realgraph.graphs.errors import ConfigError, Where
@@ -25,7 +30,7 @@ from realgraph.runtime.scheduler.program import CallPlan
 from realgraph.runtime.wire.protocol import Sample
 from tests import tiny
 from tests.data_sets import CHATML, LLAMA3, PLAIN, TOOLS, make_tokenizer
-from tests.runs import finish, home, records, write_run
+from tests.runs import BASE, finish, home, records, write_run
 
 __all__ = ["home"]
 
@@ -228,7 +233,12 @@ def scored(home: Path) -> Path:
     (home / "scored_graph.yaml").write_text(json.dumps(graph))
     data = {"path": "train.csv.gz", "template_args": {"twice": True}}
     settings = {"graph": "scored_graph.yaml", "batch": {"groups": 6}, "steps": 2}
-    file = write_run(home, "scored", settings, {"data": data, "models": {"actor": {"path": "chatty"}}})
+    evaluation = {
+        "every": 2,
+        "data": {**data, "path": "test.jsonl", "columns": {"prompt": "prompt", "answer": "answer"}},
+    }
+    parts = {"data": data, "models": {"actor": {"path": "chatty"}}, "eval": evaluation}
+    file = write_run(home, "scored", settings, parts)
     return finish(home, "run", str(file), name="scored").folder
 
 
@@ -249,6 +259,24 @@ def test_scores_of_another_family_are_those_of_transformers(scored: Path, home: 
             assert line["reward"] == pytest.approx(float(model.score(hidden)), abs=1e-4)
         assert "tokens_of_rm" not in line
     assert len(records(scored)) == 2
+
+
+def test_held_out_samples_are_scored_in_the_tokens_of_the_other_family(scored: Path, home: Path) -> None:
+    actor: Any = AutoModelForCausalLM.from_pretrained(home / "model")
+    own, other = (AutoTokenizer.from_pretrained(home / name) for name in ("model", "rm"))
+    scorer: Any = AutoModelForSequenceClassification.from_pretrained(home / "rm")
+    scores = []
+    for line in (home / "test.jsonl").read_text().splitlines():
+        question = json.loads(line)["prompt"]
+        ids = own(question + "=", return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            drawn = actor.generate(ids, max_new_tokens=BASE["batch"]["max_new_tokens"], do_sample=False)
+            text = own.decode(drawn[0, ids.shape[1] :], skip_special_tokens=True)
+            chat = [{"role": "user", "content": question}, {"role": "assistant", "content": text}]
+            hidden = scorer.model(torch.tensor([other.apply_chat_template(chat, return_dict=False)])).last_hidden_state
+            scores.append(float(scorer.score(hidden[0, -1])))
+    found = {record["step"]: record["metrics"]["reward"] for record in records(scored, "eval")}
+    assert found == pytest.approx(dict.fromkeys((0, 2), sum(scores) / len(scores)), abs=1e-4)  # nothing is trained
 
 
 def test_the_same_run_with_shared_tokens_is_refused_before_it_starts(scored: Path, home: Path) -> None:

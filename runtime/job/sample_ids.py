@@ -35,6 +35,11 @@ def held_out_group(row: int) -> int:
     return -1 - row
 
 
+def is_held_out(group: int) -> bool:
+    """True of the group of a held-out row."""
+    return group < 0
+
+
 def row_held_out(group: int) -> int:
     """The held-out row of such a group."""
     return -1 - group

@@ -8,7 +8,7 @@ import msgspec
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.keys import MASK, TOKENS, is_prompt
 from realgraph.runtime.files.paths import RemotePath, RunPath
-from realgraph.runtime.job.sample_ids import place_of, sample_ids
+from realgraph.runtime.job.sample_ids import is_held_out, place_of, sample_ids
 from realgraph.runtime.job.samples import is_shown, shown_name
 from realgraph.runtime.master.records import JsonLines
 from realgraph.runtime.store.assemble import decode_value
@@ -49,9 +49,9 @@ class SamplesFile:
         self._graph, self._store, self._decode, self._file = graph, store, decode, file
 
     def write(self, groups: Sequence[int]) -> None:
-        """Append the samples of `groups`, in order. Raises OSError."""
+        """Append the samples of `groups`, in order, without those of evaluations. Raises OSError."""
         n = self._graph.samples_per_group
-        for group in sorted(groups):
+        for group in sorted(group for group in groups if not is_held_out(group)):
             for sample in sample_ids(group, n):
                 if self._store.has(self._own(TOKENS), sample):
                     self._file.write(self._line(group, sample))
