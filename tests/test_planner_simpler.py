@@ -17,7 +17,7 @@ from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest, at_staleness
 from realgraph.planner.search import levels, simpler
 from realgraph.planner.search.search import search
-from realgraph.planner.search.simpler import Oddity, oddities, simplest
+from realgraph.planner.search.simpler import Oddity, OddKind, oddities, simplest
 from realgraph.planner.solve import solver
 from tests.planner_cases import cluster, grpo, request
 
@@ -44,6 +44,12 @@ def odd_plan(free: PlanRequest, pins: Mapping[str, Pin]) -> Plan:
             Pin(pp=4, chunks=6, schedule="interleaved"),
             "train: 1F1B, not interleaved x6 in 4 stages of 36",
         ),
+        (
+            "Qwen/Qwen3-8B",
+            1,
+            Pin(pp=2, chunks=8, schedule="interleaved"),
+            "train: 1F1B, not interleaved x8 in 2 stages of 36",
+        ),
         ("Qwen/Qwen3-30B-A3B", 2, Pin(ep=16), "train: ep 8 within a node, not 16 over several"),
     ],
 )
@@ -61,6 +67,7 @@ def test_what_is_odd_is_left_out_within_the_bar(model: str, nodes: int, train: P
     assert allocation.layout.ep <= 8 and layers % allocation.layout.pp == 0
     assert not any(oddity.call == "train" for oddity in oddities(free, found))
     assert layers // allocation.layout.pp >= 2 * allocation.chunks
+    assert layers % (allocation.layout.pp * allocation.chunks) == 0
 
 
 def test_a_simpler_plan_is_odd_in_fewer_ways_and_in_no_new_one() -> None:
@@ -85,11 +92,17 @@ def test_a_simpler_plan_is_odd_in_fewer_ways_and_in_no_new_one() -> None:
     assert n_simpler > 2
 
 
-def test_an_interleaving_that_pays_keeps_chunks_of_two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "pp", "chunks", "fewer"),
+    [("single layers", 4, 4, 3), ("uneven chunks", 2, 8, 6), ("uneven chunks", 4, 2, 3)],
+)
+def test_an_interleaving_that_pays_keeps_chunks_of_as_many_layers(
+    kind: OddKind, pp: int, chunks: int, fewer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """1F1B is refused here, as if it took too long; the plan's option is among those that `--explain` compares."""
     free = asked()
-    plan = odd_plan(free, {"train": Pin(pp=4, chunks=4, schedule="interleaved")})
-    assert Oddity("single layers", "train") in oddities(free, plan)
+    plan = odd_plan(free, {"train": Pin(pp=pp, chunks=chunks, schedule="interleaved")})
+    assert Oddity(kind, "train") in oddities(free, plan)
     searched = simpler._searched
 
     def no_plain_order(changed: PlanRequest, limits: Limits, most: float) -> Plan | None:
@@ -97,8 +110,8 @@ def test_an_interleaving_that_pays_keeps_chunks_of_two_layers(monkeypatch: pytes
 
     monkeypatch.setattr(simpler, "_searched", no_plain_order)
     found = simplest(free, plan, QUICK)
-    assert any(text.startswith("train: interleaved x2, not interleaved x4") for text in found.simplified)
-    assert found.allocations["train"].chunks == 2
+    assert any(text.startswith(f"train: interleaved x{fewer}, not interleaved x{chunks}") for text in found.simplified)
+    assert found.allocations["train"].chunks == fewer
     assert alternatives(free, found, "train")
 
 

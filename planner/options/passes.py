@@ -42,7 +42,7 @@ def passes_for(request: PlanRequest, call: str, plain: CallOption, cluster: Clus
 
 def _chunk_counts(request: PlanRequest, call: str, plain: CallOption, cluster: Cluster) -> tuple[int, ...]:
     """Groups of layers of an interleaved stage: as many as there may be, since more take less memory and fill faster;
-    and where some of these would be single layers, as many as leave none.
+    where some of these would be single layers, as many as leave none; and as many as all have the same layers.
 
     None where a turn of micro-batches has more of them than there are samples, or stages have no two layers.
     """
@@ -63,12 +63,21 @@ def _chunk_counts(request: PlanRequest, call: str, plain: CallOption, cluster: C
         return (pin.chunks,) if 1 < pin.chunks <= least else ()
     fitting = [chunks for chunks in CHUNK_COUNTS if chunks <= least]
     plain_counts = counts_without_single_layers(request, call, layout)
-    return tuple(dict.fromkeys((*fitting[:1], *plain_counts[:1])))
+    even = even_chunks(request.model(call).layers, layout.pp)
+    return tuple(dict.fromkeys((*fitting[:1], *plain_counts[:1], *([even] if 1 < even <= least else []))))
 
 
 def counts_without_single_layers(request: PlanRequest, call: str, layout: Layout) -> tuple[int, ...]:
     """CHUNK_COUNTS of stages of balanced layers under which no chunk is a single layer."""
     return _plain_counts(request.model(call), request.role(call).head, layout.pp)
+
+
+@lru_cache(maxsize=1 << 10)
+def even_chunks(layers: int, pp: int) -> int:
+    """The most chunks of a stage, CHUNK_COUNTS[0] at most, that have the same number of layers, two or more; 1 where
+    there are none. Megatron-LM interleaves in no other way."""
+    fitting = (chunks for chunks in range(CHUNK_COUNTS[0], 1, -1) if 2 * pp * chunks <= layers)
+    return next((chunks for chunks in fitting if layers % (pp * chunks) == 0), 1)
 
 
 @lru_cache(maxsize=1 << 10)

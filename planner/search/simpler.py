@@ -1,11 +1,11 @@
 """The simpler of plans that no prediction tells apart: what makes a plan odd is left out where that costs next to
 nothing.
 
-Odd are: experts spread over nodes, stages whose number does not divide the layers, interleaving of single layers, and,
-of a synchronous plan, calls on devices of their own. Each is forbidden in turn by pins, and the search asked again.
-What it finds then is taken where nothing else of it is odd that was not before, and where it is within the plan's own
-error bar and within MOST_LOSS: the errors of plans that are alike go together, so that most of a bar says nothing about
-which of two is faster.
+Odd are: experts spread over nodes, stages or chunks of stages whose number does not divide the layers, interleaving of
+single layers, and, of a synchronous plan, calls on devices of their own. Each is forbidden in turn by pins, and the
+search asked again. What it finds then is taken where nothing else of it is odd that was not before, and where it is
+within the plan's own error bar and within MOST_LOSS: the errors of plans that are alike go together, so that most of a
+bar says nothing about which of two is faster.
 """
 
 import math
@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from realgraph.planner.options.constraints import constraint_problems
 from realgraph.planner.options.holdings import group_for
-from realgraph.planner.options.passes import counts_without_single_layers, has_single_layers
+from realgraph.planner.options.passes import counts_without_single_layers, even_chunks, has_single_layers
 from realgraph.planner.options.tables import Known
 from realgraph.planner.plan.plan import Allocation, Plan
 from realgraph.planner.plan.problem import Limits
@@ -29,7 +29,7 @@ from realgraph.planner.search.levels import best_level, levels_of
 LIMITS = Limits(seconds=5.0)  # of each search
 MOST_LOSS = 0.02  # of the exact plan's period, all that is made simpler together
 
-OddKind = Literal["experts over nodes", "uneven stages", "single layers", "calls apart"]
+OddKind = Literal["experts over nodes", "uneven stages", "uneven chunks", "single layers", "calls apart"]
 
 
 class Oddity(Struct, frozen=True):
@@ -61,6 +61,8 @@ def oddities(request: PlanRequest, plan: Plan) -> frozenset[Oddity]:
             stages = stages_of(model, request.role(call).head, layout, allocation.chunks)
             if has_single_layers(stages):
                 found.add(Oddity("single layers", call))
+            if not model.layers % layout.pp and model.layers % (layout.pp * allocation.chunks):
+                found.add(Oddity("uneven chunks", call))
     meshes = {allocation.layout.mesh for allocation in plan.allocations.values()}
     if len(meshes) > 1 and not plan.staleness:
         found.add(Oddity("calls apart"))
@@ -150,11 +152,13 @@ def _of_call(
         even = max(pp for pp in range(1, layout.pp) if model.layers % pp == layout.mesh.n_devices % pp == 0)
         text = f"{call}: pp {even}, which divides {model.layers} layers as {layout.pp} does not"
         yield "uneven stages", text, replace(pin, pp=even)
-    if "single layers" in kinds and pin.chunks is None:
+    odd_chunks: tuple[OddKind, ...] = ("single layers", "uneven chunks")
+    if pin.chunks is None and (kind := next((one for one in odd_chunks if one in kinds), None)):
         before = f"not interleaved x{allocation.chunks} in {layout.pp} stages of {model.layers} layers"
         if pin.schedule is None:
-            yield "single layers", f"{call}: 1F1B, {before}", replace(pin, schedule="1f1b")
-        fewer = next(iter(counts_without_single_layers(request, call, layout)), 0)
+            yield kind, f"{call}: 1F1B, {before}", replace(pin, schedule="1f1b")
+        even = even_chunks(model.layers, layout.pp)
+        fewer = even if even > 1 else next(iter(counts_without_single_layers(request, call, layout)), 0)
         if fewer:
             text = f"{call}: interleaved x{fewer}, {before}"
-            yield "single layers", text, replace(pin, pp=layout.pp, schedule="interleaved", chunks=fewer)
+            yield kind, text, replace(pin, pp=layout.pp, schedule="interleaved", chunks=fewer)
