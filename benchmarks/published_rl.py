@@ -136,10 +136,10 @@ def _shape(row: Row) -> ModelSpec | None:
 def _timed(row: Row, model: ModelSpec, phase: str, seconds: float, assumed: str = "") -> Prediction | str:
     """A prediction of seconds, in the row's unit."""
     found = row.in_unit(seconds)
-    return found if isinstance(found, str) else _prediction(row, model, phase, found, assumed)
+    return found if isinstance(found, str) else _compared(row, model, phase, found, assumed)
 
 
-def _prediction(row: Row, model: ModelSpec, phase: str, predicted: float, assumed: str = "") -> Prediction:
+def _compared(row: Row, model: ModelSpec, phase: str, predicted: float, assumed: str = "") -> Prediction:
     group = f"{row.source.split('@')[0].strip()} | {row.model} | {row.metric}"
     family = "tensorrt-llm" if row.system.startswith("TensorRT-LLM") else "rl"
     return Prediction(
@@ -197,7 +197,7 @@ def _served(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
         return plan
     devices = max(tp * pp, row.count("n_gpus", tp * pp))
     found = requests * new / plan.period_seconds * devices / (tp * pp)
-    made = _prediction(row, model, "generate", found / devices if "per_gpu" in row.metric else found)
+    made = _compared(row, model, "generate", found / devices if "per_gpu" in row.metric else found)
     return replace(made, regimes=tuple(regimes_of("generate", model, layout)))
 
 

@@ -259,17 +259,17 @@ class Completion:
 
 @dataclass(frozen=True)
 class RolloutLimits:
-    """Bounds of one engine. Lengths and tokens count prompt and response.
-
-    max_running: default: 1,024. max_length: of a sequence; default: the model's positions. max_cache_tokens: of all
-    that run, taken in pages; default: only bounded by max_running. prefill_tokens: of one forward pass, padding
-    included, and of the new prompts that one step takes in. cuda_graphs: replay decode steps on GPUs."""
+    """Bounds of one engine. Lengths and tokens count prompt and response. max_running: default: 1,024. max_length: of a
+    sequence; default: the model's positions. max_cache_tokens: of all that run, taken in pages; default: only bounded
+    by max_running. prefill_tokens: of one forward pass, padding included, and of the new prompts that one step takes
+    in. cuda_graphs: replay decode steps. own_stream: steps of several workers run on a CUDA stream apart."""
 
     max_running: int | None = None
     max_length: int | None = None
     max_cache_tokens: int | None = None
     prefill_tokens: int = 4096
     cuda_graphs: bool = True
+    own_stream: bool = False
 
 
 @dataclass(frozen=True)

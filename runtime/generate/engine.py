@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -320,9 +321,9 @@ class TorchRolloutEngine:
             go = self._heed(session, agreement)
             begun = self._begin_exchange(session) if go and session.steps_overlap else None
             if go:
-                self._step(self._batch.step, more=begun is not None)
+                self._step(partial(session.run, self._batch.step), more=begun is not None)
             elif self._stepping:
-                self._step(self._batch.settle)
+                self._step(partial(session.run, self._batch.settle))
             if agreement.closed:
                 return
             blocked = not agreement.go and agreement.quiet

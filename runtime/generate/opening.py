@@ -29,7 +29,9 @@ def open_rollout(
     """notify: called whenever the engine has something to take. ranks: of the call's layout; default: one worker alone.
 
     Raises ConfigError for files that it can't take, ValueError for attention other than causal, full or sliding."""
-    session = GenerationSession(ranks) if ranks is not None and ranks.session.size > 1 else None
+    session = (
+        GenerationSession(ranks, own_stream=limits.own_stream) if ranks is not None and ranks.session.size > 1 else None
+    )
 
     def cut_up(network: nn.Module) -> None:
         shapes = whole_shapes(network)

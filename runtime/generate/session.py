@@ -9,11 +9,14 @@ of another version, holds all of them up. So no worker waits inside a step for o
 Where passes of one step are under way on pipeline stages while the next step begins, so is its exchange: it begins with
 the step before it, and no stage waits for the others between the two. A step that is not made lets all passes end.
 
-Messages travel by CPU tensors over a group of their own, beside the calls of other threads.
+Messages travel by CPU tensors over a group of their own, beside the calls of other threads. On GPUs the threads of two
+sessions launch collectives in an order that may differ from worker to worker: on one stream each would wait for the
+other's.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -44,6 +47,7 @@ class Restored(msgspec.Struct, frozen=True, tag=True):
 
 
 News = Submitted | Aborted | SetAside | Restored
+Made = TypeVar("Made")
 _DECODER = msgspec.msgpack.Decoder(tuple[News, ...])
 
 
@@ -78,9 +82,12 @@ class Agreement:
 
 
 class GenerationSession:
-    """One worker's end of a session. Used by one thread."""
+    """One worker's end of a session. Used by one thread. own_stream: see `RolloutLimits`."""
 
-    def __init__(self, ranks: LayoutRanks) -> None:
+    def __init__(self, ranks: LayoutRanks, *, own_stream: bool = False) -> None:
+        self._device = ranks.device
+        apart = own_stream and self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if apart else None  # type: ignore[no-untyped-call]
         layout, self._ranks = ranks.layout, ranks.session
         at = Coordinates(pp=ranks.pp.rank, dp=ranks.dp.rank, cp=ranks.cp.rank, tp=ranks.tp.rank)
         workers = next(group for group in session_groups(layout) if device_at(layout, at) in group)
@@ -113,6 +120,15 @@ class GenerationSession:
     def name(self) -> str:
         """The workers, for messages."""
         return self._ranks.name
+
+    def run(self, step: Callable[[], Made]) -> Made:
+        """Run a part of generation, on the stream that it has: after all that was launched on the default one, where
+        weights come and the first session generates, which waits for no other."""
+        if self._stream is None:
+            return step()
+        self._stream.wait_stream(torch.cuda.default_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            return step()
 
     def begin_exchange(self, own: RankState, news: Sequence[News]) -> Callable[[], Agreement]:
         """Collective, and so is the call of what comes back, which alone waits for the others. news: of a head; the

@@ -149,6 +149,7 @@ class Roles:
         limits = RolloutLimits(
             max_running=job.max_running(name),
             max_cache_tokens=planned.most_cache_tokens,
+            own_stream=name != job.graph.generates[0],
         )
         weights: WeightSource
         if beside is not None:
