@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import mmap
 import os
 import re
 import stat
@@ -358,6 +359,19 @@ def test_a_step_is_summed_up_whatever_its_calls_are_called() -> None:
     debate = {"pro_train/loss": 1.5, "con_train/loss": -0.5, "first/new_tokens": 7.0, "batch/new_tokens": 70.0}
     text = "step 1  0.50 s  loss pro_train 1.5, con_train -0.5  new tokens 7"
     assert summary(StepRecord(0, 0.5, debate)) == text
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's count of a process's peak is reset on Linux alone")
+def test_pages_of_files_such_as_code_are_no_part_of_a_peak(tmp_path: Path) -> None:
+    memory, size = DeviceMemory(torch.device("cpu")), 96_000_000
+    file = tmp_path / "library"
+    file.write_bytes(bytes(size))
+    before = memory.peak()
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ) as mapped:
+        assert sum(mapped[::4096]) == 0
+        during = memory.peak()
+    assert before is not None and during is not None
+    assert during - before < 0.1 * size
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's count of a process's peak is reset on Linux alone")

@@ -37,12 +37,13 @@ class DeviceMemory:
 
     On a GPU those of torch's tensors. On a CPU what the process's resident set has grown by, at its peak, since the
     worker began, before which there are an interpreter and its libraries: as the kernel counts it, so memory that the
-    allocator keeps for later and pages of other processes' weights that were read are part of it.
+    allocator keeps for later and pages of other processes' weights that were read are part of it. Pages of files are
+    not, which are code of libraries that ran for the first time.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before = 0 if device.type == "cuda" else _status_bytes("VmRSS") if _reset_peak() else None
+        self._before = 0 if device.type == "cuda" else _bytes_without_files("VmRSS") if _reset_peak() else None
         self._most = 0
 
     def begin(self) -> None:
@@ -57,7 +58,7 @@ class DeviceMemory:
         """Bytes; None on systems that don't tell."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
-        return None if self._before is None else max(0, _status_bytes("VmHWM") - self._before)
+        return None if self._before is None else max(0, _bytes_without_files("VmHWM") - self._before)
 
     def most(self) -> int:
         """The most since the worker began."""
@@ -73,10 +74,10 @@ def _reset_peak() -> bool:
     return True
 
 
-def _status_bytes(field: str) -> int:
-    """A field of this process's status, in bytes."""
-    lines = (line.split() for line in STATUS.read_text().splitlines())
-    return next(1024 * int(words[1]) for words in lines if words[0] == f"{field}:")
+def _bytes_without_files(field: str) -> int:
+    """A field of this process's status less the pages of files that it has now, in bytes."""
+    fields = {words[0]: words[1] for line in STATUS.read_text().splitlines() if len(words := line.split()) > 1}
+    return 1024 * (int(fields[f"{field}:"]) - int(fields.get("RssFile:", 0)))
 
 
 class Resources:
