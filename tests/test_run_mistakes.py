@@ -50,6 +50,9 @@ __all__ = ["place"]
         ("path: model}", "paths: model}", "$.models.actor.paths", "unknown key 'paths'", "did you mean 'path'?"),
         ("path: model}", "path: ./modle}", "$.models.actor.path", "there is no model './modle'", "or a Hub id such as"),
         ("path: model}", "trainable: true}", "$.models.actor", "the weights of 'actor' have no source", "path"),
+        ("steps: 3", "launch: {kind: hosts, listen: here}", "$.launch.listen", "'here' is no address", "10.0.0.1:7000"),
+        ("steps: 3", "launch: {kind: hosts, listen: 'n:0'}", "$.launch.listen", "'n:0' is no address", "10.0.0.1:7000"),
+        ("steps: 3", "launch: {kind: ray, address: n}", "$.launch.address", "'n' is no address", "10.0.0.1:7000"),
         (
             "path: data/train.jsonl",
             "path: data/trian.jsonl",

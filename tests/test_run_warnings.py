@@ -19,6 +19,7 @@ RATED = [
     "models.rm={path: model, head: score}",
     "calls.rated={kind: inference, model: rm, output: scores, writes: [it]}",
 ]
+HOSTS = "launch={kind: hosts, listen: '127.0.0.1:7000', interface: "
 CASES: dict[str, tuple[list[str], list[str]]] = {
     "nothing": (["staleness=1", "overdue=drop", "rollout.interrupt=wait", *LOSSES], []),
     "engines may be lost": (["staleness=1", *LOSSES], []),
@@ -56,6 +57,8 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         [*SFT, "runtime.verify_weights=1", "runtime.max_logprob_gap=0.1"],
         ["$.runtime.max_logprob_gap", "$.runtime.verify_weights"],
     ),
+    "an interface that this host lacks": ([HOSTS + "nope}"], ["$.launch.interface"]),
+    "an interface of this host": ([HOSTS + "lo}"], []),
     "weights that engines get": (["runtime.verify_weights=1", "runtime.max_logprob_gap=0.1"], []),
 }
 

@@ -4,6 +4,8 @@ import asyncio
 import logging
 import sys
 
+from realgraph.graphs.errors import Where
+from realgraph.graphs.yaml.document import COMMAND_LINE
 from realgraph.runtime.hosts.agent import run_agent
 from realgraph.runtime.hosts.facts import own_address, own_name, split_address
 from realgraph.runtime.hosts.join_key import read_join_key
@@ -17,7 +19,9 @@ def worker_command(connect: str, key: str, name: str, interface: str) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     address = split_address(connect)
     join_key = read_join_key(key)
-    own = address_of_interface(interface) if interface else own_address(address)
+    own = (
+        address_of_interface(interface, Where(COMMAND_LINE, path="--interface")) if interface else own_address(address)
+    )
     code = asyncio.run(run_agent(address, join_key, (name or own_name(variables()), own), say))
     if code:
         sys.exit(code)

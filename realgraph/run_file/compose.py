@@ -43,9 +43,9 @@ from realgraph.planner.inputs.devices import device_kind
 from realgraph.run_file.eval_checks import eval_mistakes
 from realgraph.run_file.local_data import LocalData, is_hub_id, probe_data
 from realgraph.run_file.local_models import model_problems
-from realgraph.run_file.rollout_checks import rollout_mistakes
 from realgraph.run_file.run_spec import RunSpec
 from realgraph.run_file.run_warnings import run_warnings, unread_params
+from realgraph.run_file.section_checks import section_mistakes
 from realgraph.run_file.template_checks import template_mistakes
 from realgraph.run_file.user_code import function_problems, functions_folder
 from realgraph.runtime.data.row_files import files_at
@@ -365,8 +365,8 @@ def _run_problems(composed: Composed) -> Iterator[Problem]:
     if run.eval is not None:
         for path, text, hint in eval_mistakes(run, run.eval, composed.spec):
             yield Problem(composed.where(path), text, hint, "eval")
-    for path, text, hint in rollout_mistakes(run.rollout):
-        yield Problem(composed.where(path), text, hint, "rollout")
+    for path, text, hint in section_mistakes(run):
+        yield Problem(composed.where(path), text, hint, "section")
 
 
 def _constrained_calls(composed: Composed) -> Iterator[Problem]:

@@ -17,8 +17,8 @@ from realgraph.graphs.spec import (
     generated_key,
     leading_call,
 )
-from realgraph.run_file.rollout_checks import Mistake
 from realgraph.run_file.run_spec import RunSpec
+from realgraph.run_file.section_checks import Mistake
 from realgraph.runtime.data.row_files import lacks_split
 from realgraph.runtime.job.job import EvalSpec
 

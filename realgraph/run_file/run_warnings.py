@@ -1,4 +1,4 @@
-"""Settings of a run file that nothing reads in this run, and packages that are missing: warnings. Refuses nothing."""
+"""Settings of a run file that nothing reads in this run, and what this host lacks: warnings. Refuses nothing."""
 
 import re
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.functions import scoring_call
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import Advantage, Function, Inference, Train, role_of
@@ -14,11 +15,13 @@ from realgraph.graphs.steps import Overlong
 from realgraph.graphs.yaml.document import COMMAND_LINE, Document
 from realgraph.graphs.yaml.load import Resolved
 from realgraph.graphs.yaml.merge import walk
-from realgraph.run_file.rollout_checks import Mistake
 from realgraph.run_file.run_spec import RunSpec
+from realgraph.run_file.section_checks import Mistake
 from realgraph.runtime.data.row_files import files_at
 from realgraph.runtime.job.job import EvalSpec, OutputSpec, RuntimeSpec
+from realgraph.runtime.job.launch import HostsLaunch, LaunchSpec
 from realgraph.runtime.job.rollout import RolloutSpec
+from realgraph.runtime.wire.interfaces import address_of_interface
 
 OF_ENGINE_LOSS = ("min_engines", "replacements")
 OF_SAMPLES = ("n", "temperature", "k", "threshold", "call", "key")  # of an evaluation
@@ -35,6 +38,7 @@ def run_warnings(run: RunSpec, graph: Graph) -> Iterator[Mistake]:
     yield from _data(run)
     yield from _outputs(run, graph)
     yield from _runtime(run, graph)
+    yield from _launch(run.launch)
     for name in run.allocation:
         if name not in graph.calls:
             text = f"the call {name!r} is switched off, so it has no place"
@@ -168,3 +172,13 @@ def _runtime(run: RunSpec, graph: Graph) -> Iterator[Mistake]:
         for name in changed_fields(run.runtime, default, ("max_logprob_gap", "verify_weights")):
             text = "it is for trained weights that other calls get, and there are none"
             yield f"$.runtime.{name}", text, "leave it out"
+
+
+def _launch(spec: LaunchSpec) -> Iterator[Mistake]:
+    """The host of a run that others join need not be one of them, and may have other networks."""
+    if isinstance(spec, HostsLaunch) and spec.interface is not None:
+        try:
+            address_of_interface(spec.interface)
+        except ConfigError as error:
+            for problem in error.problems:
+                yield problem.where.path, problem.text, f"{problem.hint}; `realgraph worker` needs it on every host"

@@ -5,7 +5,6 @@ from typing import Annotated
 from msgspec import Meta, Struct, field
 
 Seconds = Annotated[float, Meta(gt=0)]
-ListenAddress = Annotated[str, Meta(pattern=r"^[^:\s]+:[0-9]{1,5}$")]
 
 
 class LocalLaunch(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="local"):
@@ -21,7 +20,7 @@ class _OnHosts(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class HostsLaunch(_OnHosts, frozen=True, kw_only=True, tag_field="kind", tag="hosts"):
     """On every node of the cluster an agent, started by hand or over ssh, dials in: `realgraph worker --connect`."""
 
-    listen: ListenAddress  # HOST:PORT of the host where `realgraph run` is typed, as the others reach it
+    listen: str  # HOST:PORT of the host where `realgraph run` is typed, as the others reach it
 
 
 class SlurmLaunch(_OnHosts, frozen=True, kw_only=True, tag_field="kind", tag="slurm"):

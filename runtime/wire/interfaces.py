@@ -10,8 +10,8 @@ from realgraph.graphs.errors import ConfigError, Problem, Where
 _SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
-def address_of_interface(name: str) -> str:
-    """The IPv4 address of a network interface. Raises ConfigError."""
+def address_of_interface(name: str, where: Where = Where(path="$.launch.interface")) -> str:
+    """The IPv4 address of a network interface. Raises ConfigError at `where`."""
     known = [interface for _, interface in socket.if_nameindex()]
     fault, hint = "", f"this host has {', '.join(known)}"
     if name not in known:
@@ -26,7 +26,7 @@ def address_of_interface(name: str) -> str:
                 fault = f"the network interface {name!r} has no IPv4 address"
             else:
                 return socket.inet_ntoa(answer[20:24])
-    raise ConfigError([Problem(Where(path="$.launch.interface"), fault, hint, "launch")])
+    raise ConfigError([Problem(where, fault, hint, "launch")])
 
 
 def interface_of_address(address: str) -> str:

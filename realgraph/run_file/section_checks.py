@@ -1,10 +1,15 @@
-"""Mistakes in a run file's section `rollout`, as far as that section alone tells."""
+"""Mistakes in the sections `rollout` and `launch` of a run file, as far as each of them alone tells."""
 
 import os
 import shutil
 from collections.abc import Iterator
+from typing import assert_never
 from urllib.parse import urlsplit
 
+from realgraph.graphs.errors import ConfigError
+from realgraph.run_file.run_spec import RunSpec
+from realgraph.runtime.hosts.facts import split_address
+from realgraph.runtime.job.launch import HostsLaunch, LaunchSpec, LocalLaunch, RayLaunch, SlurmLaunch
 from realgraph.runtime.job.rollout import RESERVED, RolloutSpec, argument_name
 
 OF_THE_PLAN = ("tp_size", "tp", "dp_size", "dp", "pp_size", "pp", "ep_size", "ep")  # server arguments
@@ -18,8 +23,30 @@ UNUSABLE = {
 Mistake = tuple[str, str, str]  # path, text, hint
 
 
-def rollout_mistakes(spec: RolloutSpec) -> Iterator[Mistake]:
+def section_mistakes(run: RunSpec) -> Iterator[Mistake]:
     """All of them."""
+    yield from _rollout(run.rollout)
+    yield from _launch(run.launch)
+
+
+def _launch(spec: LaunchSpec) -> Iterator[Mistake]:
+    match spec:
+        case HostsLaunch(listen=address):
+            path = "$.launch.listen"
+        case RayLaunch(address=address) if address != RayLaunch().address:
+            path = "$.launch.address"
+        case LocalLaunch() | SlurmLaunch() | RayLaunch():
+            return
+        case _:
+            assert_never(spec)
+    try:
+        split_address(address, path)
+    except ConfigError as error:
+        for problem in error.problems:
+            yield path, problem.text, problem.hint
+
+
+def _rollout(spec: RolloutSpec) -> Iterator[Mistake]:
     if spec.engine == "embedded":
         for name in ("python", "urls", "server_args", "call_args"):
             if getattr(spec, name):
