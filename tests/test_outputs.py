@@ -224,6 +224,7 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     (tracker,) = make_trackers(OutputSpec(tensorboard=True), tmp_path, "p", {})
     for record in RECORDS:
         tracker.observe(record)
+    tracker.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert {"reward/reward", "train/loss", "eval/accuracy", "step_seconds"} <= set(events.Tags()["scalars"])

@@ -2,18 +2,31 @@
 
 import io
 import sys
+import time
 from pathlib import Path
+from threading import Event, Thread, current_thread
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.runtime.job.job import OutputSpec, TrackerName
-from realgraph.runtime.master.observer import EvalRecord, Observer, Observers, RunEnded, StepRecord
+from realgraph.runtime.master import trackers
+from realgraph.runtime.master.observer import (
+    EvalRecord,
+    Observer,
+    Observers,
+    RunEnded,
+    RunRecord,
+    StepRecord,
+    WatcherLost,
+)
 from realgraph.runtime.master.trackers import make_trackers
 from realgraph.screen.console import PlainLines
 from realgraph.screen.terminal import Terminal
+from tests.waiting import until
 
 
 class Client:
@@ -22,10 +35,15 @@ class Client:
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.broken: dict[str, Exception] = {}
+        self.slow: dict[str, Event] = {}
+        self.threads: list[tuple[str, Thread]] = []
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             self.calls.append((name, args, kwargs))
+            self.threads.append((name, current_thread()))
+            if name in self.slow:
+                self.slow[name].wait(10)
             if name in self.broken:
                 raise self.broken[name]
             return SimpleNamespace(id=kwargs.get("id") or "w1", info=SimpleNamespace(run_id="m1"))
@@ -53,7 +71,10 @@ def test_a_service_that_fails_costs_the_run_nothing(client: Client, tmp_path: Pa
     out = io.StringIO()
     watchers = Observers([begin("mlflow", tmp_path), PlainLines(Terminal(file=out, width=200), every_seconds=0)])
     client.broken["log_metrics"] = RuntimeError("the server is gone")
-    for step in range(3):
+    watchers.observe(StepRecord(0, 1.0, {"train/loss": 1.0}))
+    assert until(lambda: bool(client.of("log_metrics")))
+    for step in range(1, 3):
+        time.sleep(0.1)
         watchers.observe(StepRecord(step, 1.0, {"train/loss": 1.0}))
     watchers.observe(RunEnded(3, "finished", ok=True))
     watchers.close()
@@ -71,6 +92,7 @@ def test_an_evaluation_may_come_after_the_next_step(client: Client, tmp_path: Pa
     tracker = begin("wandb", tmp_path)
     for record in (StepRecord(5, 1.0, {"train/loss": 1.0}), EvalRecord(4, {"accuracy": 0.5})):
         tracker.observe(record)
+    tracker.close()
     assert client.of("define_metric") == [(("*",), {"step_metric": "step"})]
     assert client.of("log")[1] == (({"eval/accuracy": 0.5, "step": 4},), {})
 
@@ -88,6 +110,58 @@ def test_a_run_that_goes_on_goes_on_in_its_trackers(client: Client, tmp_path: Pa
     other.mkdir()
     begin("wandb", other)
     assert client.of("init")[-1][1]["id"] is None
+
+
+def test_a_service_that_is_slow_holds_up_no_step(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "END_SECONDS", 0.2)
+    tracker, gate = begin("mlflow", tmp_path), Event()
+    client.slow["log_metrics"] = gate
+    try:
+        for record in (StepRecord(0, 1.0, {}), StepRecord(1, 1.0, {}), RunEnded(2, "finished", ok=True)):
+            tracker.observe(record)
+        with pytest.raises(WatcherLost, match=r"it has not answered within 0\.2 s"):
+            tracker.close()
+        tracker.close()
+    finally:
+        gate.set()
+
+
+def test_all_calls_of_a_service_come_from_one_thread(client: Client, tmp_path: Path) -> None:
+    """The active run of MLflow is one of a thread."""
+    tracker = begin("mlflow", tmp_path)
+    tracker.observe(StepRecord(0, 1.0, {}))
+    tracker.close()
+    (thread,) = {one for _, one in client.threads}
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_what_a_resumed_run_repeats_is_told_once(client: Client, tmp_path: Path) -> None:
+    """Not the newest: a kill may have come between the file and the service."""
+    recorded: list[RunRecord] = [
+        StepRecord(0, 1.0, {}),
+        EvalRecord(1, {}),
+        StepRecord(1, 1.0, {}),
+        StepRecord(2, 1.0, {}),
+    ]
+    for start in range(2):
+        tracker = begin("wandb", tmp_path)
+        for record in (*recorded, EvalRecord(3, {}))[start:]:
+            tracker.observe(record)
+        tracker.close()
+        lines = b"".join(msgspec.json.encode(record) + b"\n" for record in recorded)
+        (tmp_path / "metrics.jsonl").write_bytes(lines + b'{"type":"start","plan":{}}\nno record\n{"type":"st')
+    told = [args[0] for args, _ in client.of("log")]
+    assert [(one["step"], "step_seconds" in one) for one in told] == [
+        *[(0, True), (1, False), (1, True), (2, True), (3, False)],
+        *[(2, True), (3, False)],
+    ]
+    other = begin("mlflow", tmp_path)  # which has nothing of this run
+    other.observe(recorded[0])
+    other.close()
+    assert len(client.of("log_metrics")) == 1
 
 
 def test_a_run_that_ends_without_a_word_ends_there_as_failed(client: Client, tmp_path: Path) -> None:

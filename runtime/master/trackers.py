@@ -2,11 +2,18 @@
 
 import importlib
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Container, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Protocol, assert_never
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, Protocol, assert_never, cast
 
 import msgspec
+from msgspec import Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, in_words
 from realgraph.runtime.job.job import Job, OutputSpec, TrackerName
@@ -26,6 +33,9 @@ from realgraph.runtime.master.observer import (
 )
 
 Settings = Mapping[str, object]
+Told = tuple[str, int]  # one of KINDS, step
+KINDS = (STEP, EVAL) = ("step", "eval")  # of records, as metrics.jsonl has them
+END_SECONDS = 60.0  # for a tracker to take what is left when the run has ended
 
 
 class Tracker(Protocol):
@@ -41,59 +51,94 @@ class Tracker(Protocol):
 
 
 class TrackerObserver:
-    """Feeds a tracker that has started with the numbers of steps and evaluations.
+    """Feeds a tracker with the numbers of steps and evaluations, from a thread of its own: a service that is slow holds
+    up no training, and one that is down ends none. Raises WatcherLost where it has failed.
 
-    Raises WatcherLost where it fails: a service that is down ends no training.
+    told: steps and evaluations that it has from an earlier start of the run, which now come again.
     """
 
-    def __init__(self, name: str, tracker: Tracker) -> None:
-        self._name, self._tracker, self._ended = name, tracker, False
+    def __init__(self, name: str, tracker: Tracker, told: Container[Told] = ()) -> None:
+        self._name, self._tracker, self._told, self._ended = name, tracker, told, False
+        self._calls = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
+        self._pending = deque[Future[Any]]()
+        Thread(target=self._work, name=f"tracker {name}", daemon=True).start()
+
+    def start(self, name: str, settings: Settings, known: str | None) -> str | None:
+        """See Tracker."""
+        return cast(str | None, self._call(partial(self._tracker.start, name, settings, known)).result())
 
     def observe(self, record: RunRecord) -> None:
-        try:
-            self._feed(record)
-        except Exception as error:  # a tracker's client raises of every kind
-            self._ended = True
-            text = f"{self._name} gets no more metrics (metrics.jsonl has them all): {in_words(error)}"
-            raise WatcherLost(text) from error
-
-    def _feed(self, record: RunRecord) -> None:
+        if self._ended:
+            return
         match record:
             case StepRecord(step=step, metrics=metrics, seconds=seconds):
-                self._tracker.log(step, {**metrics, "step_seconds": seconds})
+                self._log(STEP, step, {**metrics, "step_seconds": seconds})
             case EvalRecord(step=step, metrics=metrics):
-                self._tracker.log(step, {f"eval/{name}": value for name, value in metrics.items()})
+                self._log(EVAL, step, {f"eval/{name}": value for name, value in metrics.items()})
             case RunEnded(ok=ok):
-                self._end(ok)
+                self._ended = True
+                self._pending.append(self._call(partial(self._tracker.end, ok)))
+                self._calls.put(None)
             case RunStarted() | Span() | Transcript() | CheckpointRecord() | Note():
                 pass
             case _:
                 assert_never(record)
-
-    def _end(self, ok: bool) -> None:
-        if not self._ended:
-            self._ended = True
-            self._tracker.end(ok)
+        while self._pending and self._pending[0].done():
+            self._settle(0)
 
     def close(self) -> None:
-        """End it where the run has not come to its own end. Raises WatcherLost."""
+        """Wait until it has taken all; end it where the run has not come to its own end. Raises WatcherLost."""
         self.observe(RunEnded(0, "", ok=False))
+        end = time.monotonic() + END_SECONDS
+        while self._pending:
+            self._settle(max(0.0, end - time.monotonic()))
+
+    def _log(self, kind: str, step: int, metrics: dict[str, float]) -> None:
+        if (kind, step) not in self._told:
+            self._pending.append(self._call(partial(self._tracker.log, step, metrics)))
+
+    def _settle(self, seconds: float) -> None:
+        """See how the oldest call ended. Raises WatcherLost, and calls it no more, where it failed or is late."""
+        call = self._pending.popleft()
+        try:
+            call.result(seconds)
+        except Exception as error:  # a tracker's client raises of every kind
+            self._ended = True
+            self._pending.clear()
+            why = in_words(error) if call.done() else f"it has not answered within {END_SECONDS:g} s"
+            raise WatcherLost(f"{self._name} gets no more metrics (metrics.jsonl has them all): {why}") from error
+
+    def _call(self, call: Callable[[], Any]) -> Future[Any]:
+        self._calls.put((future := Future[Any](), call))
+        return future
+
+    def _work(self) -> None:
+        """Make the calls, in order, until one fails."""
+        for future, call in iter(self._calls.get, None):
+            try:
+                future.set_result(call())
+            except BaseException as error:  # raised by who waits for it
+                future.set_exception(error)
+                return
 
 
 class TensorBoard:
-    """Event files under `<run>/tensorboard`, written by torch's SummaryWriter."""
+    """Event files under `<run>/tensorboard`, written by torch's SummaryWriter; known by the name of that folder."""
 
     def __init__(self, run_dir: Path) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._writer = SummaryWriter(str(run_dir / "tensorboard"))
 
-    def start(self, name: str, settings: Settings, known: str | None) -> None:
-        self._writer.add_text("settings", "  \n".join(f"{key}: {value}" for key, value in settings.items()))
+    def start(self, name: str, settings: Settings, known: str | None) -> str:
+        if known is None:
+            self._writer.add_text("settings", "  \n".join(f"{key}: {value}" for key, value in settings.items()))
+        return Path(self._writer.log_dir).name
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # a kill would cost two minutes of them
 
     def end(self, ok: bool) -> None:
         self._writer.close()
@@ -186,10 +231,11 @@ def make_trackers(outputs: OutputSpec, run_dir: Path, name: str, settings: Setti
         raise ConfigError([Problem(Where(path=path), text, f"pip install {package}")]) from error
     file = run_dir / "trackers.json"
     known = _known(file)
-    before = dict(known)
-    for tracker_name, tracker in trackers.items():
+    before, told = dict(known), _recorded(run_dir / "metrics.jsonl")
+    observers = {key: TrackerObserver(key, tracker, told if key in known else ()) for key, tracker in trackers.items()}
+    for tracker_name, observer in observers.items():
         try:
-            known_as = tracker.start(name, settings, known.get(tracker_name))
+            known_as = observer.start(name, settings, known.get(tracker_name))
         except Exception as error:  # its client raises of every kind
             text = f"{tracker_name} can't begin: {in_words(error)}"
             hint = f"sign in to {tracker_name}, see that its server answers, or leave it out"
@@ -198,7 +244,26 @@ def make_trackers(outputs: OutputSpec, run_dir: Path, name: str, settings: Setti
             known[tracker_name] = known_as
     if known != before:
         write_atomic(file, msgspec.json.encode(known))
-    return [TrackerObserver(tracker_name, tracker) for tracker_name, tracker in trackers.items()]
+    return list(observers.values())
+
+
+class _Mark(Struct):
+    """The part of a line of metrics.jsonl that says of what it is."""
+
+    type: str
+    step: int = 0
+
+
+def _recorded(file: Path) -> set[Told]:
+    """The steps and evaluations on record, but for the newest, which a kill may have kept from trackers."""
+    if not file.exists():
+        return set()
+    decode, marks = msgspec.json.Decoder(_Mark).decode, list[Told]()
+    for line in file.read_bytes().splitlines():
+        with suppress(msgspec.MsgspecError):  # named at the end of the run
+            mark = decode(line)
+            marks += [(mark.type, mark.step)] * (mark.type in KINDS)
+    return set(marks) - {marks[-1]} if marks else set()
 
 
 def _known(file: Path) -> dict[str, str]:
