@@ -1,5 +1,6 @@
 """Runs over several hosts whose agents dial in: the training of one host, and every end of either side."""
 
+import asyncio
 import os
 import re
 import signal
@@ -8,7 +9,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 from msgspec.structs import replace
@@ -21,7 +24,9 @@ from realgraph.runtime.hosts.checks import faults, in_order
 from realgraph.runtime.hosts.facts import is_public, own_versions, split_address
 from realgraph.runtime.hosts.fleet import clock_ahead
 from realgraph.runtime.hosts.join_key import make_join_key, read_join_key, write_join_key
-from realgraph.runtime.hosts.messages import HostFacts, Look
+from realgraph.runtime.hosts.launcher import HostsLauncher, JoinTerms, Needed
+from realgraph.runtime.hosts.messages import HostFacts, Look, Looked
+from realgraph.runtime.hosts.starter import StartedByHand
 from realgraph.runtime.master.inbox import _by_our_clock
 from realgraph.runtime.wire.curve import make_keys
 from realgraph.runtime.wire.interfaces import address_of_interface, interface_of_address
@@ -148,11 +153,11 @@ def test_a_host_too_many_is_sent_away(hosts: Hosts) -> None:
         assert re.search(r"the run has its 2 hosts: a, b|the key file can't be read", third.output())
 
 
-def test_a_host_that_never_joins_is_missed(own: Path) -> None:
-    running = Hosts(own, {"launch": {"join_seconds": 2}}, names="a")
-    error = running.error()
-    assert "1 of 2 hosts have joined (a): no more within 2 s (launch.join_seconds)" in error
-    assert running.agents["a"].wait() == 0
+def test_a_host_that_never_joins_is_missed_and_the_directory_is_free_again(own: Path) -> None:
+    for names, found in (("a", "1 of 2 hosts have joined (a)"), ("", "0 of 2 hosts have joined (none)")):
+        running = Hosts(own, {"launch": {"join_seconds": 2}}, names=names)
+        assert f"{found}: no more within 2 s (launch.join_seconds)" in running.error()
+        assert [one.wait() for one in running.agents.values()] == [0] * len(names)
 
 
 @pytest.mark.slow
@@ -319,7 +324,19 @@ def test_a_host_says_what_it_does_not_see(tmp_path: Path) -> None:
     found = _look(Look(paths, str(tmp_path / "token"), "abc"))
     assert (found.missing, found.shares_run_folder) == ((str(tmp_path / "data.jsonl"),), True)
     assert not _look(Look(paths, str(tmp_path / "token"), "abd")).shares_run_folder
+    assert _look(Look((), "", "", variables=("PATH", "NO_SUCH_KEY"))).unset == ("NO_SUCH_KEY",)
     assert not _look(Look(paths, str(tmp_path / "none"), "abc")).shares_run_folder
+
+
+def test_a_host_without_a_variable_that_a_function_gets_is_named(tmp_path: Path) -> None:
+    host, fleet = SimpleNamespace(text="host b", asked=0.0, looked=None), AsyncMock()
+    fleet.tell.side_effect = lambda host, look: setattr(host, "looked", Looked((), True, unset=look.variables))
+    needed = Needed(cluster(1), tmp_path, variables={"JUDGE_KEY": "$.calls.reward.env[0]"})
+    launcher = HostsLauncher(JoinTerms("127.0.0.1"), needed, StartedByHand(print), print)
+    with pytest.raises(
+        ConfigError, match=r"\$\.calls\.reward\.env\[0\]: host b has no environment variable 'JUDGE_KEY'"
+    ):
+        asyncio.run(launcher._look(fleet, cast(Any, [host])))
 
 
 def test_interfaces_and_addresses() -> None:

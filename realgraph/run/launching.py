@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.spec import Function
 from realgraph.planner.inputs.detect import probe
 from realgraph.run.running import PreparedRun
 from realgraph.runtime.clusters import slurm
@@ -54,7 +55,10 @@ def loading(launcher: Launcher, job: Job) -> AbstractContextManager[None]:
 def needed_of(prepared: PreparedRun) -> Needed:
     """The needs of a run that its hosts must meet."""
     job = prepared.job
-    return Needed(job.cluster, prepared.folder.root, tuple(_paths(job)), {**job.data_sums, **job.eval_sums})
+    calls = [(name, call) for name, call in job.graph.calls.items() if isinstance(call, Function)]
+    variables = {each: f"$.calls.{name}.env[{i}]" for name, call in calls for i, each in enumerate(call.env)}
+    sums = {**job.data_sums, **job.eval_sums}
+    return Needed(job.cluster, prepared.folder.root, tuple(_paths(job)), sums, variables)
 
 
 def print_needs(launcher: Launcher, prepared: PreparedRun) -> None:

@@ -29,6 +29,7 @@ from realgraph.runtime.job.manifest import FileSum
 from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.master.checkpoint_folders import recover
 from realgraph.runtime.master.checkpoints import Damaged, newest_intact, step_of
+from realgraph.runtime.master.records import has_begun
 from realgraph.runtime.processes.environment import variables
 
 # What a resumed run may change: nothing that its next losses depend on, and by another plan on nothing but rounding.
@@ -117,7 +118,8 @@ def _kept_plan(old: Job, checked: Checked) -> tuple[Plan, PlanRequest]:
 
 
 def _nothing_left(folder: RunFolder, damaged: Sequence[Damaged]) -> ConfigError:
-    hint = f"start a new run: realgraph run {folder.config} outputs.dir=ANOTHER"
+    elsewhere = " outputs.dir=ANOTHER" if has_begun(folder.metrics) else ""
+    hint = f"start a new run: realgraph run {folder.config}{elsewhere}"
     where = Where(str(folder.root))
     if not damaged:
         return ConfigError([Problem(where, "the run has no checkpoint to resume from", hint)])

@@ -29,7 +29,7 @@ from realgraph.runtime.job.run_folder import RunFolder, exclusive, write_atomic
 from realgraph.runtime.job.samples import with_gathering
 from realgraph.runtime.master.checkpoint_folders import point_best, set_aside
 from realgraph.runtime.master.checkpoints import Damaged, read_state
-from realgraph.runtime.master.records import drop_repeated
+from realgraph.runtime.master.records import drop_repeated, has_begun
 from realgraph.runtime.processes.environment import variables
 
 
@@ -156,11 +156,14 @@ def with_sums(job: Job) -> Job:
 
 
 def refuse_taken(prepared: PreparedRun) -> None:
-    """Raises ConfigError where a new run's directory holds another run."""
+    """Raises ConfigError where a new run's directory holds another run that has begun."""
     folder = prepared.folder
-    if prepared.resume is None and folder.job.exists():
+    if prepared.resume is None and folder.job.exists() and has_begun(folder.metrics):
         text = f"{folder.root} holds a run already"
-        hint = f"go on with it: realgraph run --resume {folder.root}; or choose another outputs.dir"
+        hint = (
+            f"go on with it: realgraph run --resume {folder.root}" if folder.steps() else "it saved nothing: remove it"
+        )
+        hint += "; or choose another outputs.dir"
         raise ConfigError([Problem(prepared.checked.where("$.outputs.dir"), text, hint)])
 
 

@@ -42,6 +42,7 @@ from realgraph.runtime.hosts.messages import (
     encode,
 )
 from realgraph.runtime.processes.clock import time_limit
+from realgraph.runtime.processes.environment import variables
 from realgraph.runtime.processes.interrupts import Interrupted, Interrupts, unless
 from realgraph.runtime.processes.launcher import Fleet, Launcher, LaunchError, WorkerBoot, WorkerStacks, describe_exit
 from realgraph.runtime.processes.local import LocalLauncher
@@ -254,7 +255,8 @@ def _look(message: Look) -> Looked:
     except (OSError, ValueError):
         shares = False
     other_data = () if shares else tuple(other_files(message.sums))
-    return Looked(missing, shares, other_data, asked, time.time())
+    unset = tuple(name for name in message.variables if name not in variables())
+    return Looked(missing, shares, other_data, asked, time.time(), unset)
 
 
 def _listens(address: tuple[str, int]) -> bool | None:

@@ -33,12 +33,14 @@ KEY_FILE, TOKEN_FILE = "join.key", "hosts.token"  # of the run's directory, whil
 
 class Needed(Struct, frozen=True):
     """The needs of a run that every host must meet. folder: the run's directory. paths: of models, data, user code.
-    sums: of files of data, with which hosts that do not see `folder` compare theirs."""
+    sums: of files of data, with which hosts that do not see `folder` compare theirs. variables: that functions get of a
+    host's environment, with the place in the run file that names each."""
 
     cluster: Cluster
     folder: Path
     paths: tuple[str, ...] = ()
     sums: dict[str, FileSum] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
 
 
 class JoinTerms(Struct, frozen=True):
@@ -155,13 +157,13 @@ class HostsLauncher:
     async def _look(self, fleet: HostsFleet, hosts: Sequence[RemoteHost]) -> None:
         """Raises ConfigError where a host lacks files, LaunchError where one does not answer."""
         folder, content = self._needed.folder, secrets.token_hex(16)
-        token, sums = folder / TOKEN_FILE, self._needed.sums
+        token, sums, variables = folder / TOKEN_FILE, self._needed.sums, self._needed.variables
         seconds = LOOK_SECONDS + sum(file.nbytes for file in sums.values()) / READ_BYTES_PER_SECOND
         write_atomic(token, content.encode())
         try:
             for host in hosts:
                 host.asked = time.time()
-                await fleet.send(host, Look(self._needed.paths, str(token), content, sums))
+                await fleet.send(host, Look(self._needed.paths, str(token), content, sums, tuple(variables)))
             await fleet.until(lambda: all(host.looked for host in hosts), seconds)
         except TimeoutError:
             silent = ", ".join(host.text for host in hosts if host.looked is None)
@@ -177,6 +179,10 @@ class HostsLauncher:
             for text in host.looked.other_data:
                 hint = "copy it from the host of the run: all hosts must read the same data"
                 problems.append(Problem(Where(path="$.data.path"), f"{host.text}: {text}", hint, "hosts"))
+            for name in host.looked.unset:
+                text = f"{host.text} has no environment variable {name!r}"
+                hint = "set it where that host's agent is started: its functions get it there"
+                problems.append(Problem(Where(path=variables[name]), text, hint, "hosts"))
         if problems:
             raise ConfigError(problems)
 

@@ -37,13 +37,14 @@ class Join(_HostMessage, frozen=True):
 class Looked(_HostMessage, frozen=True):
     """The answer to Look. missing: paths that this host has not; shares_run_folder: it sees the master's token, and so
     the run directory; other_data: of a host that does not, files of data that are not the master's, and how. asked,
-    answered: when, by this host's clock."""
+    answered: when, by this host's clock. unset: variables that its environment has not."""
 
     missing: tuple[str, ...]
     shares_run_folder: bool
     other_data: tuple[str, ...] = ()
     asked: float = 0.0  # Unix seconds
     answered: float = 0.0
+    unset: tuple[str, ...] = ()
 
 
 class HostBeat(_HostMessage, frozen=True):
@@ -100,12 +101,13 @@ class Refuse(_HostMessage, frozen=True):
 
 class Look(_HostMessage, frozen=True):
     """Say which of `paths` are not here, if the file `token` holds `content`, and where it does not, which files of
-    `sums` are others here."""
+    `sums` are others here, and which `variables` the environment has not. No value of these is told."""
 
     paths: tuple[str, ...]
     token: str
     content: str
     sums: dict[str, FileSum] = field(default_factory=dict)
+    variables: tuple[str, ...] = ()
 
 
 class LaunchWorkers(_HostMessage, frozen=True):

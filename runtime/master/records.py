@@ -117,6 +117,14 @@ class MetricsFile:
         self._lines.close()
 
 
+def has_begun(metrics: Path) -> bool:
+    """False of a run that ended before all its workers were there: hosts that did not join, or were refused."""
+    if not metrics.exists():
+        return False
+    with metrics.open("rb") as lines:
+        return any(line.startswith(b'{"type":"start"') for line in lines)
+
+
 class TranscriptsFile:
     """transcripts.jsonl: sampled prompts and responses with their scores."""
 
