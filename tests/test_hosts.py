@@ -153,6 +153,7 @@ def test_a_host_too_many_is_sent_away(hosts: Hosts) -> None:
         assert re.search(r"the run has its 2 hosts: a, b|the key file can't be read", third.output())
 
 
+@pytest.mark.slow
 def test_a_host_that_never_joins_is_missed_and_the_directory_is_free_again(own: Path) -> None:
     for names, found in (("a", "1 of 2 hosts have joined (a)"), ("", "0 of 2 hosts have joined (none)")):
         running = Hosts(own, {"launch": {"join_seconds": 2}}, names=names)
