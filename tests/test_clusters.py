@@ -76,7 +76,7 @@ def test_a_batch_script_says_what_it_is_given_and_options_come_last(tmp_path: Pa
     lines = script.text.splitlines()
     assert lines[0] == "#!/bin/bash"
     assert {"#SBATCH --nodes=3", "#SBATCH --gpus-per-node=8", "#SBATCH --partition=gpu"} <= set(lines)
-    assert "#SBATCH --exclusive" in lines
+    assert {"#SBATCH --exclusive", '#SBATCH --job-name="a run"'} <= set(lines)
     assert "#SBATCH --signal=B:TERM@90" in lines
     assert not any("--requeue" in line or "cpus-per-task" in line for line in lines)
     ran = subprocess.run(["bash", "-c", script.text], capture_output=True, text=True, timeout=60, check=True)

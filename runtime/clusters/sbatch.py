@@ -41,7 +41,7 @@ class BatchScript(Struct, frozen=True):
         if self.cores_per_node:
             own["cpus-per-task"] = self.cores_per_node
         own |= {
-            "output": str(self.folder / LOG),
+            "output": str(self.folder).replace("%", "%%") + f"/{LOG}",
             "open-mode": "append",
             "requeue": True,
             "no-kill": self.outlives_nodes,
@@ -78,4 +78,8 @@ def submit(script: Path) -> str:
 
 
 def _value(value: str | int | bool) -> str:
-    return "" if value is True else f"={value}"
+    """As sbatch reads it in a script: it ends at a space, and quotes and backslashes mean what they do in a shell."""
+    text = str(value)
+    if shlex.quote(text) != text:
+        text = '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return "" if value is True else f"={text}"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from realgraph.runtime.clusters.sbatch import BatchScript
 from tests.broken_runs import LONG, own
 from tests.namespaces import network, why_not
 from tests.runs import GRPO, finish, home, numbers, records, write_run
@@ -109,6 +110,18 @@ def test_a_submitted_run_that_its_time_limit_ends_comes_back_and_goes_on(cluster
         json.loads(line)["step"] for line in (own / "run/metrics.jsonl").read_text().splitlines() if "loss" in line
     ]
     assert steps == sorted(set(steps)), "no step is trained twice"
+
+
+def test_a_script_in_a_folder_of_any_name_runs_there(cluster: Slurm, tmp_path: Path) -> None:
+    folder = tmp_path / "it's 100%j #1"
+    folder.mkdir()
+    file = folder / "run.sbatch"
+    file.write_text(BatchScript("a run", folder, folder, ("pwd",), 60, options={"comment": 'a "$HOME" \\'}).text)
+    submitted = cluster.call("sbatch", "--parsable", str(file))
+    assert submitted.returncode == 0, submitted.stderr
+    job = submitted.stdout.strip()
+    cluster.until(job, ["COMPLETED"], 30)
+    assert (folder / f"slurm-{job}.log").read_text() == f"{folder}\n"
 
 
 def test_a_job_that_comes_back_before_anything_was_saved_starts_over(cluster: Slurm, own: Path, home: Path) -> None:
