@@ -187,6 +187,15 @@ def test_another_kind_replaces_and_the_same_kind_merges() -> None:
     assert clip == {"kind": "two_sided", "low": 0.2, "high": 0.3, "dual": 3.0}
 
 
+def test_launch_of_another_kind_replaces() -> None:
+    hosts = parse_document("launch: {kind: hosts, listen: '10.0.0.1:7000', join_seconds: 5}", "low")
+    for upper, wanted in (
+        ("launch: {kind: local}", {"kind": "local"}),
+        ("launch: {kind: hosts, join_seconds: 9}", {"kind": "hosts", "listen": "10.0.0.1:7000", "join_seconds": 9}),
+    ):
+        assert merge(hosts, parse_document(upper, "up")).tree["launch"] == wanted
+
+
 def test_null_deletes_entries_resets_fields_and_stays_where_it_is_a_value() -> None:
     tree: Any = plain(
         spec_of(

@@ -19,7 +19,7 @@ Keys: TypeAlias = tuple[str | int, ...]
 def merge(lower: Document, upper: Document) -> Document:
     """`upper` over `lower`: mappings merge, everything else replaces, null stays as a mark of deletion.
 
-    Among calls, a mapping that names another `kind` replaces the lower one, whose fields are those of its own kind.
+    A call, a part of one, or `launch` of another `kind` replaces the lower one, whose fields are those of its own kind.
     A new entry stands before the lower entry that follows it in `upper`, and at the end where none does: so
     `steps: {overlong: {...}, center: {}}` runs `overlong` before the graph's `center`.
     """
@@ -66,8 +66,8 @@ def _in_order(low: Branch, high: Branch) -> list[str]:
 
 
 def _other_variant(path: str, old: Branch, new: Branch) -> bool:
-    """True where two mappings are different variants of a call or of a part of it: elsewhere `kind` is plain data."""
-    return path.startswith("$.calls.") and "kind" in old and "kind" in new and old["kind"] != new["kind"]
+    """True where two mappings are different variants of one thing: elsewhere `kind` is plain data."""
+    return path.startswith(("$.calls.", "$.launch")) and "kind" in old and "kind" in new and old["kind"] != new["kind"]
 
 
 def _keep(value: Tree, path: str, source: dict[str, Where], marks: dict[str, Where]) -> None:
