@@ -1,6 +1,5 @@
 """Runs over several hosts whose agents dial in: the training of one host, and every end of either side."""
 
-import asyncio
 import os
 import re
 import signal
@@ -9,9 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
-from unittest.mock import AsyncMock
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -24,9 +21,7 @@ from realgraph.runtime.hosts.checks import faults, in_order
 from realgraph.runtime.hosts.facts import is_public, own_versions, split_address
 from realgraph.runtime.hosts.fleet import clock_ahead
 from realgraph.runtime.hosts.join_key import make_join_key, read_join_key, write_join_key
-from realgraph.runtime.hosts.launcher import HostsLauncher, JoinTerms, Needed
-from realgraph.runtime.hosts.messages import HostFacts, Look, Looked
-from realgraph.runtime.hosts.starter import StartedByHand
+from realgraph.runtime.hosts.messages import HostFacts, Look
 from realgraph.runtime.master.inbox import _by_our_clock
 from realgraph.runtime.wire.curve import make_keys
 from realgraph.runtime.wire.interfaces import address_of_interface, interface_of_address
@@ -327,17 +322,6 @@ def test_a_host_says_what_it_does_not_see(tmp_path: Path) -> None:
     assert not _look(Look(paths, str(tmp_path / "token"), "abd")).shares_run_folder
     assert _look(Look((), "", "", variables=("PATH", "NO_SUCH_KEY"))).unset == ("NO_SUCH_KEY",)
     assert not _look(Look(paths, str(tmp_path / "none"), "abc")).shares_run_folder
-
-
-def test_a_host_without_a_variable_that_a_function_gets_is_named(tmp_path: Path) -> None:
-    host, fleet = SimpleNamespace(text="host b", asked=0.0, looked=None), AsyncMock()
-    fleet.tell.side_effect = lambda host, look: setattr(host, "looked", Looked((), True, unset=look.variables))
-    needed = Needed(cluster(1), tmp_path, variables={"JUDGE_KEY": "$.calls.reward.env[0]"})
-    launcher = HostsLauncher(JoinTerms("127.0.0.1"), needed, StartedByHand(print), print)
-    with pytest.raises(
-        ConfigError, match=r"\$\.calls\.reward\.env\[0\]: host b has no environment variable 'JUDGE_KEY'"
-    ):
-        asyncio.run(launcher._look(fleet, cast(Any, [host])))
 
 
 def test_interfaces_and_addresses() -> None:

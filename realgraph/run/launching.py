@@ -1,29 +1,34 @@
 """From what a run file says under `launch` to the launcher of the run's workers."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import Function
 from realgraph.planner.inputs.detect import probe
 from realgraph.run.running import PreparedRun
+from realgraph.run_file.user_code import uses
 from realgraph.runtime.clusters import slurm
 from realgraph.runtime.clusters.ray_cluster import RayCluster, address_towards, bundles_of, check_room
 from realgraph.runtime.clusters.slurm import the_allocation
 from realgraph.runtime.clusters.srun import agents_by_srun
 from realgraph.runtime.data.data import model_source
+from realgraph.runtime.data.sums import sampled_sums
 from realgraph.runtime.hosts.facts import split_address
 from realgraph.runtime.hosts.launcher import HostsLauncher, JoinTerms, Needed, check_listen
 from realgraph.runtime.hosts.starter import AgentStarter, StartedByHand
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.launch import HostsLaunch, LocalLaunch, RayLaunch, SlurmLaunch
+from realgraph.runtime.job.manifest import FileSum
 from realgraph.runtime.master.startup import PROGRAM
 from realgraph.runtime.preflight.preflight import refuse_machine
 from realgraph.runtime.processes.environment import variables
 from realgraph.runtime.processes.launcher import Launcher
 from realgraph.runtime.processes.local import LocalLauncher
 from realgraph.runtime.wire.interfaces import address_of_interface
+
+MODEL_FILES = ("*.json", "*.safetensors")  # of a model's folder: what workers read
 
 
 def launcher_of(prepared: PreparedRun, say: Callable[[str], None]) -> Launcher:
@@ -58,7 +63,16 @@ def needed_of(prepared: PreparedRun) -> Needed:
     calls = [(name, call) for name, call in job.graph.calls.items() if isinstance(call, Function)]
     variables = {each: f"$.calls.{name}.env[{i}]" for name, call in calls for i, each in enumerate(call.env)}
     sums = {**job.data_sums, **job.eval_sums}
-    return Needed(job.cluster, prepared.folder.root, tuple(_paths(job)), sums, variables)
+    return Needed(job.cluster, prepared.folder.root, tuple(_paths(job)), sums, variables, _alike(job))
+
+
+def _alike(job: Job) -> dict[str, FileSum]:
+    """The files that all hosts must have alike, of local models and of functions. Raises ConfigError."""
+    modules = {use.fn.partition(":")[0] for use in uses(job.graph.calls)}
+    code = [Path(job.user_dir, *name.split(".")).with_suffix(".py") for name in sorted(modules)]
+    folders = [Path(source) for source in _models(job) if Path(source).is_absolute()]
+    weights = [file for folder in folders for kind in MODEL_FILES for file in sorted(folder.glob(kind))]
+    return sampled_sums([*weights, *filter(Path.is_file, code)])
 
 
 def print_needs(launcher: Launcher, prepared: PreparedRun) -> None:
@@ -98,11 +112,13 @@ def _on_ray(spec: RayLaunch, prepared: PreparedRun, say: Callable[[str], None]) 
 def _paths(job: Job) -> Iterator[str]:
     """The paths on this host that workers read; each of them looks for other names in the Hub."""
     found = [job.user_dir, job.data.path, *([job.eval.data.path] if job.eval is not None and job.eval.data else [])]
-    for role in job.graph.models:
-        try:
-            found.append(model_source(job.graph, role)[0])
-        except ConfigError:
-            continue  # a role without a model of its own
-    for path in dict.fromkeys(found):
+    for path in dict.fromkeys([*found, *_models(job)]):
         if (place := Path(path).expanduser()).exists():
             yield str(place.absolute())
+
+
+def _models(job: Job) -> Iterator[str]:
+    """Paths, or names in the Hub, of the models that roles start from."""
+    for role in job.graph.models:
+        with suppress(ConfigError):  # a role without a model of its own
+            yield model_source(job.graph, role)[0]

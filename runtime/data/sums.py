@@ -1,7 +1,7 @@
 """Checksums of local data files, so that a resumed run draws the same samples, and of frozen models, which no
 checkpoint has. Data and models of the Hub have none."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
@@ -30,8 +30,13 @@ def sums_of_frozen(graph: Graph) -> dict[str, dict[str, FileSum]]:
     frozen = [name for name, role in graph.models.items() if name not in trained and role.ema_rate is None]
     folders = {name: Path(model_source(graph, name)[0]) for name in frozen}
     found = {name: sorted(path.glob("*.safetensors")) for name, path in folders.items() if path.is_absolute()}
+    return {name: sampled_sums(files) for name, files in found.items() if files}
+
+
+def sampled_sums(files: Iterable[Path]) -> dict[str, FileSum]:
+    """File -> length and checksum of samples. Raises ConfigError."""
     try:
-        return {name: {str(file): sum_sampled(file) for file in files} for name, files in found.items() if files}
+        return {str(file): sum_sampled(file) for file in files}
     except OSError as error:
         text = f"can't be read: {error.strerror or error}"
         raise ConfigError([Problem(Where(str(error.filename or "")), text, "", "model")]) from error

@@ -41,6 +41,7 @@ from realgraph.runtime.hosts.messages import (
     decode_from_master,
     encode,
 )
+from realgraph.runtime.job.manifest import sum_sampled
 from realgraph.runtime.processes.clock import time_limit
 from realgraph.runtime.processes.environment import variables
 from realgraph.runtime.processes.interrupts import Interrupted, Interrupts, unless
@@ -256,7 +257,8 @@ def _look(message: Look) -> Looked:
         shares = False
     other_data = () if shares else tuple(other_files(message.sums))
     unset = tuple(name for name in message.variables if name not in variables())
-    return Looked(missing, shares, other_data, asked, time.time(), unset)
+    others = () if missing else tuple(other_files(message.sampled, sum_sampled))
+    return Looked(missing, shares, other_data, asked, time.time(), unset, others)
 
 
 def _listens(address: tuple[str, int]) -> bool | None:

@@ -3,7 +3,7 @@
 import ipaddress
 import platform
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -49,14 +49,14 @@ def is_public(address: str) -> bool:
     return ipaddress.ip_address(address).is_global
 
 
-def other_files(sums: Mapping[str, FileSum]) -> Iterator[str]:
-    """Files that are not here as their checksums say, and how."""
+def other_files(sums: Mapping[str, FileSum], summed: Callable[[Path], FileSum] = sum_file) -> Iterator[str]:
+    """Files that are not here as their checksums say, which are made by `summed`, and how."""
     for path, wanted in sums.items():
         try:
             n_bytes = Path(path).stat().st_size
             if n_bytes != wanted.nbytes:
                 yield f"{path} has {n_bytes:,} bytes, and {wanted.nbytes:,} on the host of the run"
-            elif sum_file(Path(path)) != wanted:
+            elif summed(Path(path)) != wanted:
                 yield f"{path} has other bytes than on the host of the run"
         except OSError as error:
             yield f"{path} can't be read: {error.strerror or error}"

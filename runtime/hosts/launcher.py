@@ -34,13 +34,15 @@ KEY_FILE, TOKEN_FILE = "join.key", "hosts.token"  # of the run's directory, whil
 class Needed(Struct, frozen=True):
     """The needs of a run that every host must meet. folder: the run's directory. paths: of models, data, user code.
     sums: of files of data, with which hosts that do not see `folder` compare theirs. variables: that functions get of a
-    host's environment, with the place in the run file that names each."""
+    host's environment, with the place in the run file that names each. sampled: checksums of samples of the files that
+    all hosts must have alike."""
 
     cluster: Cluster
     folder: Path
     paths: tuple[str, ...] = ()
     sums: dict[str, FileSum] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
+    sampled: dict[str, FileSum] = field(default_factory=dict)
 
 
 class JoinTerms(Struct, frozen=True):
@@ -163,7 +165,8 @@ class HostsLauncher:
         try:
             for host in hosts:
                 host.asked = time.time()
-                await fleet.send(host, Look(self._needed.paths, str(token), content, sums, tuple(variables)))
+                look = Look(self._needed.paths, str(token), content, sums, tuple(variables), self._needed.sampled)
+                await fleet.send(host, look)
             await fleet.until(lambda: all(host.looked for host in hosts), seconds)
         except TimeoutError:
             silent = ", ".join(host.text for host in hosts if host.looked is None)
@@ -179,6 +182,9 @@ class HostsLauncher:
             for text in host.looked.other_data:
                 hint = "copy it from the host of the run: all hosts must read the same data"
                 problems.append(Problem(Where(path="$.data.path"), f"{host.text}: {text}", hint, "hosts"))
+            for text in host.looked.others:
+                hint = "copy it from the host of the run: the workers of all hosts must begin alike"
+                problems.append(Problem(Where(path="$.launch"), f"{host.text}: {text}", hint, "hosts"))
             for name in host.looked.unset:
                 text = f"{host.text} has no environment variable {name!r}"
                 hint = "set it where that host's agent is started: its functions get it there"

@@ -37,7 +37,8 @@ class Join(_HostMessage, frozen=True):
 class Looked(_HostMessage, frozen=True):
     """The answer to Look. missing: paths that this host has not; shares_run_folder: it sees the master's token, and so
     the run directory; other_data: of a host that does not, files of data that are not the master's, and how. asked,
-    answered: when, by this host's clock. unset: variables that its environment has not."""
+    answered: when, by this host's clock. unset: variables that its environment has not. others: of the files that are
+    compared by samples, those that are not the master's, and how."""
 
     missing: tuple[str, ...]
     shares_run_folder: bool
@@ -45,6 +46,7 @@ class Looked(_HostMessage, frozen=True):
     asked: float = 0.0  # Unix seconds
     answered: float = 0.0
     unset: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
 
 
 class HostBeat(_HostMessage, frozen=True):
@@ -101,13 +103,15 @@ class Refuse(_HostMessage, frozen=True):
 
 class Look(_HostMessage, frozen=True):
     """Say which of `paths` are not here, if the file `token` holds `content`, and where it does not, which files of
-    `sums` are others here, and which `variables` the environment has not. No value of these is told."""
+    `sums` are others here; which files of `sampled`, checksums of samples, are others here in any case; and which
+    `variables` the environment has not. No value of these is told."""
 
     paths: tuple[str, ...]
     token: str
     content: str
     sums: dict[str, FileSum] = field(default_factory=dict)
     variables: tuple[str, ...] = ()
+    sampled: dict[str, FileSum] = field(default_factory=dict)
 
 
 class LaunchWorkers(_HostMessage, frozen=True):
