@@ -7,17 +7,19 @@ from typing import Any, cast
 from unittest.mock import AsyncMock
 
 import pytest
+from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.planner.inputs.cluster import ClusterSpec
 from realgraph.planner.inputs.detect import Probe, resolve
 from realgraph.run.launching import needed_of
-from realgraph.run.running import prepare
+from realgraph.run.running import prepare, with_sums
 from realgraph.runtime.data.sums import sampled_sums
 from realgraph.runtime.hosts.agent import _look
 from realgraph.runtime.hosts.launcher import HostsLauncher, JoinTerms, Needed
 from realgraph.runtime.hosts.messages import Look, Looked
 from realgraph.runtime.hosts.starter import StartedByHand
+from realgraph.runtime.job.manifest import sum_file
 from tests.broken_runs import own
 from tests.runs import GRPO, home, write_run
 
@@ -26,9 +28,12 @@ __all__ = ["home", "own"]
 
 def test_models_functions_and_their_variables_are_asked_for(own: Path) -> None:
     file = write_run(own, "run", GRPO, {"calls": {"reward": {"env": ["PATH"]}}})
-    needed = needed_of(prepare(file, (), None))
+    prepared = prepare(file, (), None)
+    needed = needed_of(prepared)
     model = {str(own / "model" / name) for name in ("config.json", "model.safetensors", "tokenizer.json")}
     assert {str(own / "rewards.py"), *model} <= set(needed.sampled)
+    prepared = replace(prepared, job=with_sums(prepared.job))
+    assert str(own / "train.jsonl") in needed_of(prepared).sampled
     assert needed.variables == {"PATH": "$.calls.reward.env[0]"}
 
 
@@ -39,6 +44,8 @@ def test_a_host_says_which_files_are_others_there(tmp_path: Path) -> None:
     look = Look((), "", "", sampled=sampled_sums([same, other]))
     assert _look(look).others == ()
     other.write_text("b")
+    whole = Look((), "", "", {str(other): sum_file(other)}, sampled=look.sampled)
+    assert (_look(whole).others, _look(whole).other_data) == ((), ()), "where data are compared whole, once is enough"
     assert _look(look).others == (f"{other} has other bytes than on the host of the run",)
 
 

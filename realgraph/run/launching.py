@@ -67,12 +67,13 @@ def needed_of(prepared: PreparedRun) -> Needed:
 
 
 def _alike(job: Job) -> dict[str, FileSum]:
-    """The files that all hosts must have alike, of local models and of functions. Raises ConfigError."""
+    """The files that all hosts must have alike, of local models, data and functions. Raises ConfigError."""
     modules = {use.fn.partition(":")[0] for use in uses(job.graph.calls)}
     code = [Path(job.user_dir, *name.split(".")).with_suffix(".py") for name in sorted(modules)]
     folders = [Path(source) for source in _models(job) if Path(source).is_absolute()]
     weights = [file for folder in folders for kind in MODEL_FILES for file in sorted(folder.glob(kind))]
-    return sampled_sums([*weights, *filter(Path.is_file, code)])
+    data = [Path(file) for file in (*job.data_sums, *job.eval_sums)]
+    return sampled_sums([*weights, *data, *filter(Path.is_file, code)])
 
 
 def print_needs(launcher: Launcher, prepared: PreparedRun) -> None:

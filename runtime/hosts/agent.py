@@ -257,7 +257,8 @@ def _look(message: Look) -> Looked:
         shares = False
     other_data = () if shares else tuple(other_files(message.sums))
     unset = tuple(name for name in message.variables if name not in variables())
-    others = () if missing else tuple(other_files(message.sampled, sum_sampled))
+    sampled = {path: wanted for path, wanted in message.sampled.items() if shares or path not in message.sums}
+    others = () if missing else tuple(other_files(sampled, sum_sampled))
     return Looked(missing, shares, other_data, asked, time.time(), unset, others)
 
 

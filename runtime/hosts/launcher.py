@@ -183,7 +183,7 @@ class HostsLauncher:
                 hint = "copy it from the host of the run: all hosts must read the same data"
                 problems.append(Problem(Where(path="$.data.path"), f"{host.text}: {text}", hint, "hosts"))
             for text in host.looked.others:
-                hint = "copy it from the host of the run: the workers of all hosts must begin alike"
+                hint = "copy it from the host of the run: the workers of all hosts must read the same"
                 problems.append(Problem(Where(path="$.launch"), f"{host.text}: {text}", hint, "hosts"))
             for name in host.looked.unset:
                 text = f"{host.text} has no environment variable {name!r}"
