@@ -1,6 +1,7 @@
 """The command line as a user types it: exit codes, what is printed where, and what may not be imported."""
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -74,6 +75,10 @@ def test_a_report_as_json_has_the_problems_or_the_graph(
     report = json.loads(capsys.readouterr().out)
     assert (report["ok"], report["problems"], report["run"]["steps"]) == (True, [], 100)
     assert list(report["graph"]["calls"]) == ["rollout", "reward", "advantage", "train"]
+    assert "resolved" not in report
+    assert typed("check", str(run_file), "--json", "--resolved", "steps=7", monkeypatch=monkeypatch) == 0
+    resolved = json.loads(capsys.readouterr().out)["resolved"]
+    assert re.search(r"^steps: 7 +# command line", resolved, re.MULTILINE)
     assert typed("check", str(run_file), "steps=0", "--json", monkeypatch=monkeypatch) == 2
     report = json.loads(capsys.readouterr().out)
     assert report["problems"] == [
@@ -122,7 +127,7 @@ def test_pictures_are_written_and_the_library_is_listed(
     assert (tmp_path / "g.svg").read_text().startswith("<svg")
     assert "flowchart" in (tmp_path / "g.mmd").read_text()
     assert typed("graph", "ppo", "--svg", str(tmp_path / "none" / "g.svg"), monkeypatch=monkeypatch) == 2
-    assert "can't be written: no such file or directory" in capsys.readouterr().err
+    assert "can't be written: there is no directory" in capsys.readouterr().err
     assert typed("graphs", monkeypatch=monkeypatch) == 0
     listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line and not line.startswith(" ")}
     assert listed >= set(library_names())

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from realgraph.commands.run import RunOptions, run_command
+from realgraph.graphs.errors import ConfigError
+from realgraph.runtime.job.run_folder import RunFolder, exclusive
 from tests.runs import BASE, GRPO, Running, finish, home, merged, numbers, records, start, stop, write_run
 from tests.traces import traces
 
@@ -42,6 +45,26 @@ def test_a_run_directory_belongs_to_one_run(home: Path) -> None:
     assert [record["step"] for record in records(home / "one")] == list(range(done + 1))
     assert not list((home / "one/checkpoints").glob("*.partial"))
     assert merged(GRPO)["graph"] in (home / "one/config.yaml").read_text()
+
+
+def test_a_taken_directory_is_refused_before_the_search_for_a_plan(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def searched(*_: object) -> None:
+        raise AssertionError("a plan was searched for")
+
+    monkeypatch.setattr("realgraph.run.running.plan_for", searched)
+    file = write_run(home, "taken", GRPO)
+    (home / "taken").mkdir()
+    (home / "taken/job.json").touch()
+    with pytest.raises(ConfigError, match=r"outputs\.dir: .* holds a run already"):
+        run_command(file, (), RunOptions())
+    with (
+        exclusive(RunFolder(home / "taken")),
+        pytest.raises(ConfigError, match=r"outputs\.dir: another run is writing"),
+    ):
+        run_command(file, (), RunOptions())
+    for options in (RunOptions(dry_run=True), RunOptions(no_train=True)):  # they write nothing there
+        with pytest.raises(AssertionError):
+            run_command(file, (), options)
 
 
 @pytest.mark.parametrize("seed", [0])

@@ -82,6 +82,8 @@ def test_the_figures_are_of_steps_that_are_warm() -> None:
     assert "steps 2 to 5: 40 tokens/s" in text
     assert "10 on average, up to about 30" in text
     assert "on an engine: 6.0" in text
+    alone = [StepRecord(i, 2.0, metrics | {"rollout/running": 0.0}) for i in range(5)]  # groups that end together
+    assert "on an engine" not in "\n".join(measured_lines(graph, alone))
     assert not list(measured_lines(graph, []))
 
 

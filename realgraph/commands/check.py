@@ -41,7 +41,8 @@ def _report_run(file: Path, checked: Checked, resolved: bool, json_out: bool) ->
     if json_out:
         shown = [_plain(warning) for warning in checked.warnings]
         head = {"ok": True, "problems": [], "warnings": shown, "name": checked.name}
-        say_json({**head, "run": run, "graph": graph})
+        origins = {"resolved": resolved_text(checked.composed)} if resolved else {}
+        say_json({**head, "run": run, "graph": graph, **origins})
         return
     say_warnings(checked.warnings)
     if resolved:

@@ -8,7 +8,7 @@ from rich.table import Table
 from realgraph.graphs.picture.render import mermaid, svg, tree
 from realgraph.graphs.yaml.catalogue import library
 from realgraph.run_file.open_graph import open_graph
-from realgraph.screen.files import write
+from realgraph.screen.files import MERMAID, SVG, refuse_unwritable, write
 from realgraph.screen.terminal import Terminal
 
 
@@ -16,6 +16,8 @@ def graph_command(
     name: str, overrides: Sequence[str] = (), mermaid_file: Path | None = None, svg_file: Path | None = None
 ) -> None:
     """Print the graph as a tree, or write its pictures. Raises ConfigError."""
+    refuse_unwritable(mermaid_file, MERMAID)
+    refuse_unwritable(svg_file, SVG)
     graph = open_graph(name, overrides)
     if mermaid_file is not None:
         write(mermaid_file, mermaid(graph))

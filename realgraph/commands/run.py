@@ -21,8 +21,18 @@ from realgraph.run.plan_warnings import plan_warnings
 from realgraph.run.restarts import back_off, give_up, prepared_again
 from realgraph.run.resume import ResumeOptions, resumed
 from realgraph.run.rollout_alone import rollout_alone
-from realgraph.run.running import PreparedRun, claim, owned, prepare, refuse_taken, unwritable_folder, with_sums
+from realgraph.run.running import (
+    PreparedRun,
+    claim,
+    owned,
+    prepare_checked,
+    refuse_taken,
+    refuse_unfree,
+    unwritable_folder,
+    with_sums,
+)
 from realgraph.run.submitting import Submission, come_back, goes_back, script_of, submitted
+from realgraph.run_file.compose import Checked, check_run
 from realgraph.runtime.clusters.sbatch import LOG
 from realgraph.runtime.job.rotation import MEGABYTE
 from realgraph.runtime.job.run_folder import disk_text
@@ -150,7 +160,11 @@ def open_run(file: Path | None, overrides: Sequence[str], options: RunOptions) -
         with resumed(left, ()) as prepared:
             yield prepared
         return
-    yield prepare(file, overrides, options.plan_file, options.costs_file)
+    checked = check_run(file, overrides)
+    if not (options.no_train or options.dry_run):
+        with _placed(checked):
+            refuse_unfree(checked)
+    yield prepare_checked(checked, options.plan_file, options.costs_file)
 
 
 def execute(
@@ -162,7 +176,7 @@ def execute(
     run's own view would not fit.
     """
     say_warnings(check_given_servers(prepared))
-    with _placed(prepared):
+    with _placed(prepared.checked):
         launcher = launcher_of(prepared, lambda line: console.print(line, soft_wrap=True))
     with loading(launcher, prepared.job):  # seconds, while the rows and the functions are looked at
         return _execute(prepared, console, launcher, lambda: (view or screen(console), *extra))
@@ -179,7 +193,7 @@ def _execute(
         console.print(f"checkpoints: {when} (checkpoint.every: steps, checkpoint.minutes)", soft_wrap=True)
     if prepared.resume is not None:
         return _with_restarts(prepared, watchers, launcher)
-    with _placed(prepared), owned(prepared.folder):
+    with _placed(prepared.checked), owned(prepared.folder):
         prepared = replace(prepared, job=with_sums(prepared.job))
         print_needs(launcher, prepared)
         return _with_restarts(prepared, watchers, launcher)
@@ -224,9 +238,10 @@ def passed_over(prepared: PreparedRun) -> Iterator[str]:
 def _train(prepared: PreparedRun, watchers: Sequence[Observer], launcher: Launcher, restarts: int) -> RunOutcome:
     """Train in a directory that no other run has. Raises ConfigError, placed in the user's files."""
     job, folder = prepared.job, prepared.folder
-    refuse_taken(prepared)
+    if prepared.resume is None:
+        refuse_taken(prepared.checked, folder)
     try:
-        with _placed(prepared):
+        with _placed(prepared.checked):
             trackers = make_trackers(job.outputs, folder.root, job.name, settings_of(job))
         claim(prepared)
         most = job.outputs.rotate_mb * MEGABYTE
@@ -236,7 +251,7 @@ def _train(prepared: PreparedRun, watchers: Sequence[Observer], launcher: Launch
     costs = CostsFile(Planned(job.name, prepared.request, job.plan), folder.costs)
     observers = Observers((*files, *trackers, costs, *watchers), prepared.begun_at)
     try:
-        with _placed(prepared):
+        with _placed(prepared.checked):
             return asyncio.run(Master(job, folder, observers, prepared.resume, launcher, restarts).run())
     finally:
         try:
@@ -249,20 +264,20 @@ def _train(prepared: PreparedRun, watchers: Sequence[Observer], launcher: Launch
 
 def _first_rows(prepared: PreparedRun, console: Terminal) -> None:
     """Show what the first rows and the functions gave. Raises ConfigError, placed in the user's files."""
-    with _placed(prepared):
+    with _placed(prepared.checked):
         lines = preflight(prepared.job)
     for line in lines:
         console.print(line, soft_wrap=True)
 
 
 @contextmanager
-def _placed(prepared: PreparedRun) -> Iterator[None]:
+def _placed(checked: Checked) -> Iterator[None]:
     """Problems that know their YAML path alone get their place in the user's files. Raises ConfigError."""
     try:
         yield
     except ConfigError as error:
         raise ConfigError(
-            problem if problem.where.file else replace(problem, where=prepared.checked.where(problem.where.path))
+            problem if problem.where.file else replace(problem, where=checked.where(problem.where.path))
             for problem in error.problems
         ) from error
 

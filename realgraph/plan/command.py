@@ -42,7 +42,7 @@ from realgraph.planner.search.simpler import simplest
 from realgraph.run.planning import read_plan
 from realgraph.run.requests import RequestOptions, request_for
 from realgraph.run_file.compose import Checked, check_run
-from realgraph.screen.files import refuse_unwritable, write
+from realgraph.screen.files import PAGE, PLAN, TRACE, refuse_unwritable, write
 from realgraph.screen.output import say_json, say_json_text, say_warnings
 from realgraph.screen.terminal import Terminal, wide_terminal
 
@@ -61,8 +61,8 @@ class Made(Struct, frozen=True):
 def plan_command(file: Path, overrides: Sequence[str] = (), options: PlanOptions = PlanOptions()) -> Plan:
     """Plan the run in `file` and show the plan as the options ask. Raises ConfigError with every problem."""
     refuse_conflicts(options)
-    for file_out in (options.out, options.html, options.trace):
-        refuse_unwritable(file_out)
+    for out, kind in ((options.out, PLAN), (options.html, PAGE), (options.trace, TRACE)):
+        refuse_unwritable(out, kind)
     checked = check_run(file, overrides, weights=False)
     say_warnings(checked.warnings)
     costs = costs_for(options)

@@ -21,7 +21,7 @@ from realgraph.planner.report.format import devices_text, gap_text, percent_text
 from realgraph.planner.report.schedule import DrawnTask, Kind, timeline
 from realgraph.planner.report.text import STOPPED
 from realgraph.planner.solve.solver import orders, solve
-from realgraph.screen.files import refuse_unwritable, write
+from realgraph.screen.files import SOLUTION, refuse_unwritable, write
 from realgraph.screen.first_search import prepare_search
 from realgraph.screen.output import say_json_text
 from realgraph.screen.terminal import Terminal, wide_terminal
@@ -36,7 +36,7 @@ class NoPlan(ConfigError):
 def problem_command(file: Path, options: PlanOptions) -> Solution:
     """Solve and print the answer. Raises ConfigError for a wrong file, NoPlan (4) and NoPlanYet (5 or 130)."""
     refuse_others(options, ("json_out", "out", "time_limit", "seed"), "--problem")
-    refuse_unwritable(options.out)
+    refuse_unwritable(options.out, SOLUTION)
     read = read_problem(_bytes(file), str(file))
     prepare_search()
     with session(options) as now:

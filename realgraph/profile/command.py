@@ -25,7 +25,7 @@ from realgraph.run.requests import cluster_of
 from realgraph.run_file.compose import check_run
 from realgraph.runtime.job.run_folder import write_atomic
 from realgraph.runtime.profile.launch import measure
-from realgraph.screen.files import refuse_unwritable
+from realgraph.screen.files import COSTS, refuse_unwritable
 from realgraph.screen.terminal import Terminal
 
 ROUNDS, QUICK_ROUNDS = 9, 3
@@ -72,7 +72,7 @@ def profile_command(asked: ProfileRequest, out: Path) -> CostTable:
     """Measure, write the table to `out`, and print what was found. Raises ConfigError."""
     console = Terminal()
     cluster, dtype = machine_of(asked)
-    refuse_unwritable(out)  # minutes of measuring should not end there
+    refuse_unwritable(out, COSTS)  # minutes of measuring should not end there
     console.print(
         f"measuring {cluster.devices_per_node} x {cluster.kind} in {dtype}, all at once: a few minutes at most"
     )

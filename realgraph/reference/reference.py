@@ -28,7 +28,8 @@ from realgraph.run_file.run_spec import RunSpec
 from realgraph.runtime.job.job import BatchSpec, CheckpointSpec, DataSpec, EvalSpec, OutputSpec, RuntimeSpec
 from realgraph.runtime.job.launch import HostsLaunch, LocalLaunch, RayLaunch, SlurmLaunch
 from realgraph.runtime.job.rollout import RolloutSpec
-from realgraph.screen.files import make_folder, write
+from realgraph.screen import files
+from realgraph.screen.files import make_folder, refuse_unwritable, write
 from realgraph.screen.output import say
 
 REFERENCE, RUN_SCHEMA, GRAPH_SCHEMA = "reference.md", "realgraph.schema.json", "graph.schema.json"
@@ -101,7 +102,10 @@ def schema_command(out_dir: Path) -> None:
     """Write the reference and the schemas, into a new folder where there is none. Raises ConfigError where the folder
     can't be written to."""
     make_folder(out_dir)
-    for name, text in generated_files().items():
+    texts = generated_files()
+    for name in texts:
+        refuse_unwritable(out_dir / name, files.REFERENCE if name == REFERENCE else files.SCHEMA)
+    for name, text in texts.items():
         write(out_dir / name, text)
         say(f"wrote {out_dir / name}")
 

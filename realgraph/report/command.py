@@ -4,7 +4,7 @@ from pathlib import Path
 
 from realgraph.report.history import read_history
 from realgraph.report.page import page
-from realgraph.screen.files import refuse_unwritable, write
+from realgraph.screen.files import PAGE, refuse_unwritable, write
 from realgraph.screen.output import say
 
 PAGE_FILE = "report.html"  # in the run's directory
@@ -12,8 +12,7 @@ PAGE_FILE = "report.html"  # in the run's directory
 
 def report_command(root: Path, out: Path | None = None) -> Path:
     """Returns the file that it has written. Raises ConfigError."""
-    if out is not None:
-        refuse_unwritable(out)
+    refuse_unwritable(out, PAGE)
     history = read_history(root)
     file = out or history.folder.root / PAGE_FILE
     write(file, page(history))

@@ -79,5 +79,5 @@ def measured_lines(graph: Graph, steps: Sequence[StepRecord]) -> Iterator[str]:
             yield f"  tokens of a sample of {name}: {sum(lengths) / len(lengths):.0f} on average"
     for name in graph.generates:
         running = [step.metrics[f"{name}/running"] for step in steady if f"{name}/running" in step.metrics]
-        if running:
+        if any(running):  # 0 of steps whose groups end together: none says how many there were before
             yield f"  sequences that {name} ran at once on an engine: {sum(running) / len(running):.1f} on average"

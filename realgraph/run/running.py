@@ -155,16 +155,21 @@ def with_sums(job: Job) -> Job:
     )
 
 
-def refuse_taken(prepared: PreparedRun) -> None:
-    """Raises ConfigError where a new run's directory holds another run that has begun."""
-    folder = prepared.folder
-    if prepared.resume is None and folder.job.exists() and has_begun(folder.metrics):
+def refuse_unfree(checked: Checked) -> None:
+    """`refuse_taken` before anybody has waited for a plan, and for a run that is under way. Raises ConfigError."""
+    folder = RunFolder(root_of(checked))
+    if folder.job.exists():
+        with owned(folder):
+            refuse_taken(checked, folder)
+
+
+def refuse_taken(checked: Checked, folder: RunFolder) -> None:
+    """Raises ConfigError where the directory of a new run, which is ours alone, holds another run that has begun."""
+    if folder.job.exists() and has_begun(folder.metrics):
         text = f"{folder.root} holds a run already"
-        hint = (
-            f"go on with it: realgraph run --resume {folder.root}" if folder.steps() else "it saved nothing: remove it"
-        )
-        hint += "; or choose another outputs.dir"
-        raise ConfigError([Problem(prepared.checked.where("$.outputs.dir"), text, hint)])
+        going_on = f"go on with it: realgraph run --resume {folder.root}"
+        hint = f"{going_on if folder.steps() else 'it saved nothing: remove it'}; or choose another outputs.dir"
+        raise ConfigError([Problem(checked.where("$.outputs.dir"), text, hint)])
 
 
 def claim(prepared: PreparedRun) -> None:

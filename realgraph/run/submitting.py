@@ -12,7 +12,7 @@ from realgraph.planner.inputs.allocated import is_whole
 from realgraph.planner.inputs.cluster import ClusterSpec
 from realgraph.planner.inputs.detect import AUTO, CPU
 from realgraph.planner.inputs.devices import device_kind
-from realgraph.run.running import owned, prepare, root_of, unwritable_folder
+from realgraph.run.running import owned, prepare, refuse_unfree, root_of, unwritable_folder
 from realgraph.run_file.compose import Checked, check_run
 from realgraph.runtime.clusters.sbatch import SCRIPT, BatchScript, submit
 from realgraph.runtime.clusters.slurm import current_allocation, requeue, requeue_due, restarts_of
@@ -52,6 +52,8 @@ def script_of(asked: Submission) -> tuple[BatchScript, str]:
         )
         raise ConfigError([Problem(checked.where("$.launch.kind"), text, hint, "slurm")])
     root = asked.resume.expanduser().absolute() if asked.resume is not None else root_of(checked)
+    if asked.resume is None:
+        refuse_unfree(checked)
     run = ["--resume", str(root)] if asked.resume is not None else [str(source.absolute())]
     at = [f"outputs.dir={root}"] if asked.resume is None else []
     words = [sys.executable, "-m", "realgraph", "run", *run, *asked.overrides, *at, *asked.options]

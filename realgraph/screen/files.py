@@ -1,13 +1,58 @@
-"""The files that a user asks a command to write."""
+"""The files that a user asks a command to write. A file is replaced only where it holds what the command writes."""
 
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
+
+import msgspec
+from msgspec import Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 
 
-def refuse_unwritable(out: Path | None) -> None:
-    """Raise ConfigError for a file that can't be written, before anybody has waited for what goes there."""
+class Kind(Struct, frozen=True):
+    """A kind of file, and how one is known again by its content."""
+
+    name: str
+    holds: Callable[[bytes], bool]
+
+
+def _json_with(*fields: str) -> Callable[[bytes], bool]:
+    """A JSON object that has these fields."""
+
+    def holds(content: bytes) -> bool:
+        try:
+            value = msgspec.json.decode(content)
+        except (msgspec.DecodeError, RecursionError):  # no JSON
+            return False
+        return isinstance(value, dict) and value.keys() >= set(fields)
+
+    return holds
+
+
+def _begins(text: str) -> Callable[[bytes], bool]:
+    """A text whose beginning matches a regular expression, in any case."""
+    pattern = re.compile(text.encode(), re.IGNORECASE)
+    return lambda content: pattern.match(content) is not None
+
+
+PLAN = Kind("a plan", _json_with("allocations", "orders"))
+SOLUTION = Kind("a problem's solution", _json_with("feasible", "scope"))
+COSTS = Kind("a table of costs", _json_with("factors", "phases"))
+TRACE = Kind("a trace", _json_with("traceEvents"))
+PAGE = Kind("an HTML page", _begins(r"\s*<!doctype html"))
+SVG = Kind("an SVG picture", _begins(r"\s*(<\?xml[^>]*>\s*)?<svg"))
+MERMAID = Kind("a Mermaid flowchart", _begins(r"flowchart\b"))
+REFERENCE = Kind("a YAML reference", _begins("# YAML reference"))
+SCHEMA = Kind("a JSON Schema", _json_with("$schema"))
+
+
+def refuse_unwritable(out: Path | None, kind: Kind) -> None:
+    """Raise ConfigError for a file that can't be written, before anybody has waited for what goes there.
+
+    A file that is there already may be replaced where it is empty, or of that kind.
+    """
     if out is None:
         return
     folder = out.absolute().parent
@@ -17,6 +62,16 @@ def refuse_unwritable(out: Path | None) -> None:
         raise _unwritable(out, f"there is no directory {folder}")
     if not os.access(out if out.exists() else folder, os.W_OK):
         raise _unwritable(out, "permission denied")
+    if out.is_file() and (content := _content(out)) and not kind.holds(content):
+        text = f"exists already, and is not {kind.name}: it is kept"
+        raise ConfigError([Problem(Where(str(out)), text, "name another file, or remove this one", "out")])
+
+
+def _content(out: Path) -> bytes:
+    try:
+        return out.read_bytes()
+    except OSError as error:
+        raise _unwritable(out, f"what is there can't be read: {(error.strerror or str(error)).lower()}") from error
 
 
 def write(out: Path, text: str) -> None:
