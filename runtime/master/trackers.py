@@ -33,8 +33,9 @@ from realgraph.runtime.master.observer import (
 )
 
 Settings = Mapping[str, object]
-Told = tuple[str, int]  # one of KINDS, step
+StepKey = tuple[str, int]  # one of KINDS, step
 KINDS = (STEP, EVAL) = ("step", "eval")  # of records, as metrics.jsonl has them
+START_SECONDS = 300.0  # for a tracker to begin; clients give up before
 END_SECONDS = 60.0  # for a tracker to take what is left when the run has ended
 
 
@@ -54,18 +55,24 @@ class TrackerObserver:
     """Feeds a tracker with the numbers of steps and evaluations, from a thread of its own: a service that is slow holds
     up no training, and one that is down ends none. Raises WatcherLost where it has failed.
 
-    told: steps and evaluations that it has from an earlier start of the run, which now come again.
+    recorded: steps and evaluations that it has from an earlier start of the run, which now come again.
     """
 
-    def __init__(self, name: str, tracker: Tracker, told: Container[Told] = ()) -> None:
-        self._name, self._tracker, self._told, self._ended = name, tracker, told, False
+    def __init__(self, name: str, tracker: Tracker, recorded: Container[StepKey] = ()) -> None:
+        self._name, self._tracker, self._recorded, self._ended = name, tracker, recorded, False
         self._calls = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
         self._pending = deque[Future[Any]]()
         Thread(target=self._work, name=f"tracker {name}", daemon=True).start()
 
     def start(self, name: str, settings: Settings, known: str | None) -> str | None:
-        """See Tracker."""
-        return cast(str | None, self._call(partial(self._tracker.start, name, settings, known)).result())
+        """See Tracker. Raises TimeoutError, too."""
+        call = self._call(partial(self._tracker.start, name, settings, known))
+        try:
+            return cast(str | None, call.result(START_SECONDS))
+        except TimeoutError:
+            if call.done():  # its client's own
+                raise
+            raise TimeoutError(f"it has not answered within {START_SECONDS:g} s") from None
 
     def observe(self, record: RunRecord) -> None:
         if self._ended:
@@ -94,7 +101,7 @@ class TrackerObserver:
             self._settle(max(0.0, end - time.monotonic()))
 
     def _log(self, kind: str, step: int, metrics: dict[str, float]) -> None:
-        if (kind, step) not in self._told:
+        if (kind, step) not in self._recorded:
             self._pending.append(self._call(partial(self._tracker.log, step, metrics)))
 
     def _settle(self, seconds: float) -> None:
@@ -231,8 +238,10 @@ def make_trackers(outputs: OutputSpec, run_dir: Path, name: str, settings: Setti
         raise ConfigError([Problem(Where(path=path), text, f"pip install {package}")]) from error
     file = run_dir / "trackers.json"
     known = _known(file)
-    before, told = dict(known), _recorded(run_dir / "metrics.jsonl")
-    observers = {key: TrackerObserver(key, tracker, told if key in known else ()) for key, tracker in trackers.items()}
+    before, recorded = dict(known), _recorded(run_dir / "metrics.jsonl")
+    observers = {
+        key: TrackerObserver(key, tracker, recorded if key in known else ()) for key, tracker in trackers.items()
+    }
     for tracker_name, observer in observers.items():
         try:
             known_as = observer.start(name, settings, known.get(tracker_name))
@@ -254,11 +263,11 @@ class _Mark(Struct):
     step: int = 0
 
 
-def _recorded(file: Path) -> set[Told]:
+def _recorded(file: Path) -> set[StepKey]:
     """The steps and evaluations on record, but for the newest, which a kill may have kept from trackers."""
     if not file.exists():
         return set()
-    decode, marks = msgspec.json.Decoder(_Mark).decode, list[Told]()
+    decode, marks = msgspec.json.Decoder(_Mark).decode, list[StepKey]()
     for line in file.read_bytes().splitlines():
         with suppress(msgspec.MsgspecError):  # named at the end of the run
             mark = decode(line)
