@@ -153,12 +153,14 @@ def _of_call(
         text = f"{call}: pp {even}, which divides {model.layers} layers as {layout.pp} does not"
         yield "uneven stages", text, replace(pin, pp=even)
     odd_chunks: tuple[OddKind, ...] = ("single layers", "uneven chunks")
-    if pin.chunks is None and (kind := next((one for one in odd_chunks if one in kinds), None)):
+    kind: OddKind | None = next((one for one in odd_chunks if one in kinds), None)
+    if kind is not None and pin.chunks is None:
         before = f"not interleaved x{allocation.chunks} in {layout.pp} stages of {model.layers} layers"
         if pin.schedule is None:
             yield kind, f"{call}: 1F1B, {before}", replace(pin, schedule="1f1b")
+        counts = counts_without_single_layers(request, call, layout) if kind == "single layers" else ()
         even = even_chunks(model.layers, layout.pp)
-        fewer = even if even > 1 else next(iter(counts_without_single_layers(request, call, layout)), 0)
-        if fewer:
-            text = f"{call}: interleaved x{fewer}, {before}"
-            yield kind, text, replace(pin, pp=layout.pp, schedule="interleaved", chunks=fewer)
+        count = even if even > 1 else next(iter(counts), 0)
+        if count:
+            text = f"{call}: interleaved x{count}, {before}"
+            yield kind, text, replace(pin, pp=layout.pp, schedule="interleaved", chunks=count)
