@@ -44,7 +44,7 @@ class Optimizer(Struct, frozen=True, forbid_unknown_fields=True):
     weight_decay: NonNegative = 0.0  # decoupled
     max_grad_norm: Positive | None = 1.0  # null: no clipping
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate, after warm-up
-    warmup_steps: Annotated[int, Meta(ge=0)] = 0  # optimizer steps
+    warmup_steps: Annotated[int, Meta(ge=0)] = 0  # optimizer steps; one that nothing has a part in counts too
     final_lr_fraction: Fraction = 0.0  # of lr, what the schedule falls to right after the last step
 
 

@@ -197,9 +197,9 @@ def test_overdue_tokens_have_no_part_in_any_loss_over_samples(folder: Path, name
 
 @pytest.mark.parametrize("name", ["policy", *LOSSES])
 def test_a_batch_without_a_token_that_counts_takes_no_optimizer_step(folder: Path, name: str) -> None:
-    """Weights stay, moments do not decay, and the schedule does not move; the call counts as a version all the same."""
+    """Weights stay, and moments do not decay; the call counts as a version all the same, and the schedule goes on."""
     head, loss = LOSSES.get(name, ("lm", call().loss))
-    one = engine(folder, {"head": head}, max_age=1, optimizer=optimizer(weight_decay=0.5))
+    one = engine(folder, {"head": head}, max_age=1, optimizer=optimizer(weight_decay=0.5, warmup_steps=8))
     batch = tiny.batch(tiny.lengths(6, 30, 0), group_size=2)
     one.train(call(loss), [versions_of(batch, torch.zeros(batch.n_tokens))])
     assert one.adam is not None
@@ -214,6 +214,7 @@ def test_a_batch_without_a_token_that_counts_takes_no_optimizer_step(folder: Pat
     young = versions_of(batch, torch.full((batch.n_tokens,), 4))
     metrics = one.train(call(loss), [overdue, young])
     assert (metrics["empty_steps"].value, metrics["optimizer_steps"].value, one.optimizer_steps) == (1, 1, 2)
+    assert metrics["lr"].value == pytest.approx(call(loss).lr * 5 / 8)  # the fifth step that was due
     assert not same(before, weights_of(one))
 
 

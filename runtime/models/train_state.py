@@ -10,10 +10,15 @@ STATE = "train_state.json"
 
 
 class Counters(Struct, frozen=True, forbid_unknown_fields=True):
-    """Counters that an engine has to remember besides tensors."""
+    """Counters that an engine has to remember besides tensors.
+
+    optimizer_steps: that were taken. due_steps: with those that were not, as nothing had a part in their loss; None in
+    states of former versions, which counted the first alone.
+    """
 
     version: int = 0
     optimizer_steps: int = 0
+    due_steps: int | None = None
     loss_scale: float = 1.0
     good_steps: int = 0
     gate_passed: bool = False

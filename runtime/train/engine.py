@@ -67,7 +67,7 @@ class TorchTrainEngine:
         self.model = model
         self.settings = settings
         self.ranks = ranks
-        self.optimizer_steps = 0
+        self.optimizer_steps = self.due_steps = 0  # that were taken; that the schedule has passed
         self.gate_passed = False
         self.segment: WeightSegment | None = None  # that the weights lie in
         self.passes = ModelPasses(role, model, ranks, settings)
@@ -133,6 +133,7 @@ class TorchTrainEngine:
                 for step, part in enumerate(parts):
                     seen: Seen | None = None if audit is None else {}
                     tally.add(self._step(call, part, seen, settle, first=step == 0))
+                    self.due_steps += 1
                     if audit is not None and seen is not None:
                         audit += fates(minibatches[step], step, seen)
             settle()
@@ -175,7 +176,7 @@ class TorchTrainEngine:
         limit = self.settings.optimizer.max_grad_norm
         if limit is not None and (clip := limit / (float(norm) + 1e-6)) < 1.0:
             adam.masters.flat.mul_(clip)
-        lr = call.lr * lr_factor(self.optimizer_steps, self.settings.optimizer, self.settings.total_steps)
+        lr = call.lr * lr_factor(self.due_steps, self.settings.optimizer, self.settings.total_steps)
         adam.step(lr)
         self.optimizer_steps += 1
         self.scale.succeeded()
@@ -331,12 +332,13 @@ class TorchTrainEngine:
         self._reshard()
         counters = train_files.load(self.contents, folder)
         self.version, self.optimizer_steps = counters.version, counters.optimizer_steps
+        self.due_steps = counters.optimizer_steps if counters.due_steps is None else counters.due_steps
         self.scale.value, self.scale.good_steps = counters.loss_scale, counters.good_steps
         self.gate_passed = self.gate_passed or counters.gate_passed
 
     def _counters(self) -> Counters:
-        scale = self.scale
-        return Counters(self.version, self.optimizer_steps, scale.value, scale.good_steps, self.gate_passed)
+        steps = self.optimizer_steps, self.due_steps
+        return Counters(self.version, *steps, self.scale.value, self.scale.good_steps, self.gate_passed)
 
 
 def open_engine(
