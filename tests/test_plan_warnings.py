@@ -42,6 +42,6 @@ def test_what_a_plan_makes_useless_is_named(home: Path, case: str) -> None:
     overrides, expected = CASES[case]
     file = write_run(home, "warned", GRPO, {"staleness": 1, "steps": 2})
     prepared = prepare(file, overrides, None)
-    found = [*plan_warnings(prepared.checked, prepared.job.plan)]
+    found = [*plan_warnings(prepared.checked, prepared.job.plan, prepared.request)]
     assert [problem.where.path for problem in found] == [path for path, _ in expected]
     assert all(said in problem.text and problem.hint for problem, (_, said) in zip(found, expected, strict=True))

@@ -64,7 +64,7 @@ def candidates(
             continue
         for tokens in token_ladder(request, call, layout, cluster):
             for candidate in _ways(request, call, (layout, tokens), cluster, (reads, away)):
-                if free or (agrees(candidate, pin) and not any(_barred(candidate, other) for other in forbidden)):
+                if free or (agrees(candidate, pin) and not any(barred(candidate, other) for other in forbidden)):
                     yield candidate
 
 
@@ -95,7 +95,7 @@ def _cut_as_pinned(layout: Layout, pin: Pin) -> bool:
     return all(getattr(pin, axis) in (None, getattr(layout, axis)) for axis in AXES)
 
 
-def _barred(candidate: CallOption, pin: Pin) -> bool:
+def barred(candidate: CallOption, pin: Pin) -> bool:
     """True where all that a forbidding pin sets is true of a candidate; places are barred by mesh, not here."""
     if pin.first is not None or pin == Pin():
         return False

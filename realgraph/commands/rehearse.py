@@ -27,6 +27,7 @@ from realgraph.rehearsal.plan import toy_plan
 from realgraph.rehearsal.run import STEPS, THREADS, ToyRun, on_cluster, toy_run
 from realgraph.rehearsal.scale import ToyScale, scale_of
 from realgraph.rehearsal.sizes import Counted, counted_bytes
+from realgraph.run.plan_warnings import departed
 from realgraph.run.planning import plan_for, read_plan
 from realgraph.run.requests import request_for
 from realgraph.run.running import job_of, owned
@@ -64,6 +65,7 @@ def rehearse_command(file: Path, overrides: Sequence[str], plan_file: Path | Non
     request = request_for(checked)
     with _home(keep) as home, closing(KeptLauncher(PROGRAM, THREADS)) as launcher:
         plan = read_plan(plan_file, request) if plan_file is not None else plan_for(checked, request)
+        say_warnings(departed(checked, plan, request))
         scale = scale_of(request, plan)
         toy = toy_run(checked, scale, home)
         _say_plan(plan, request, scale, console)

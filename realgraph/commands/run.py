@@ -74,7 +74,7 @@ def run_command(file: Path | None, overrides: Sequence[str], options: RunOptions
         return
     with open_run(file, overrides, options) as prepared:
         say_warnings(prepared.checked.warnings)
-        say_warnings(plan_warnings(prepared.checked, prepared.job.plan))
+        say_warnings(plan_warnings(prepared.checked, prepared.job.plan, prepared.request))
         if options.dry_run:
             print_plan(prepared.job.plan, prepared.checked, prepared.request, console)
             say_warnings(check_given_servers(prepared))

@@ -39,6 +39,7 @@ from realgraph.planner.request.request import PlanRequest, kept_by
 from realgraph.planner.search.assembly import plan_of
 from realgraph.planner.search.search import solved
 from realgraph.planner.search.simpler import simplest
+from realgraph.run.plan_warnings import departed
 from realgraph.run.planning import read_plan
 from realgraph.run.requests import RequestOptions, request_for
 from realgraph.run_file.compose import Checked, check_run
@@ -73,6 +74,8 @@ def plan_command(file: Path, overrides: Sequence[str] = (), options: PlanOptions
     with session(options, checked) as now:
         made = replace(now.find(lambda: _made(now, request, options)), costs=costs)
         now.progress.close()
+        if options.edited is not None:
+            say_warnings(departed(checked, made.plan, made.request))
         if options.out is not None:
             write(options.out, plan_to_json(made.plan))
         report = _report(checked, made, options, measured)

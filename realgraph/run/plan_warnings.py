@@ -1,11 +1,15 @@
-"""Settings of a run that have no effect under its plan: warnings. What no plan could follow is the checker's matter."""
+"""Settings of a run that have no effect under its plan, or that a given plan departs from: warnings. What no plan could
+follow is the checker's matter."""
 
 from collections.abc import Iterator
 
 from realgraph.graphs.errors import Problem
 from realgraph.graphs.spec import Train, role_of
+from realgraph.planner.feasibility.departures import departures
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.plan.residency import reallocations
+from realgraph.planner.request.request import PlanRequest
+from realgraph.run.requests import placed
 from realgraph.run_file.compose import Checked
 from realgraph.run_file.run_warnings import OF_ASYNCHRONY, OF_ENGINE_LOSS, changed_fields
 from realgraph.runtime.job.engine_loss import expendable_engines
@@ -14,11 +18,17 @@ from realgraph.runtime.job.rollout import RolloutSpec
 RULE = "without_effect"
 
 
-def plan_warnings(checked: Checked, plan: Plan) -> Iterator[Problem]:
+def plan_warnings(checked: Checked, plan: Plan, request: PlanRequest) -> Iterator[Problem]:
     """All of them."""
+    yield from departed(checked, plan, request)
     if checked.run.staleness:
         yield from _asynchrony(checked, plan)
     yield from _in_place(checked, plan)
+
+
+def departed(checked: Checked, plan: Plan, request: PlanRequest) -> Iterator[Problem]:
+    """Pins and constraints that the plan, which was given, does not keep to."""
+    yield from (placed(checked, problem) for problem in departures(plan, request))
 
 
 def _in_place(checked: Checked, plan: Plan) -> Iterator[Problem]:
