@@ -144,6 +144,20 @@ def test_a_plan_for_a_run_is_made_with_the_costs_that_it_measured(
     assert "predicted against measured" in said and "no measured costs" not in said
 
 
+def test_a_plan_says_that_measured_lengths_take_the_place_of_the_expected_one(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, given = run_file.parent / "costs.json", run_file.parent / "lengths.json"
+    file.write_bytes(costs_to_json(CostTable(kind="H100-SXM", lengths=(100, 300, 900))))
+    given.write_text("[50, 60]")
+    plan_command(run_file, options=replace(BRIEF, costs=file))
+    said = "the measured ones of the costs, 304 tokens on average, not batch.expected_new_tokens, 200 (--lengths)"
+    assert said in told(capsys)
+    plan_command(run_file, ["batch.expected_new_tokens=null"], replace(BRIEF, costs=file))
+    plan_command(run_file, options=replace(BRIEF, costs=file, lengths=given))
+    assert "the measured ones of the costs" not in told(capsys)
+
+
 def test_steps_under_another_plan_and_those_that_warm_up_after_a_resume_do_not_count(run_file: Path) -> None:
     """In the last lines of a run as in `plan --run`: their predictions are of the present plan."""
     prepared = prepare(run_file, [f"outputs.dir={run_file.parent / 'run'}"], None)

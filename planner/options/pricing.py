@@ -27,6 +27,7 @@ from realgraph.planner.options.calls import (
     phase_of,
     running_sequences,
     setting_of,
+    setting_seconds,
     sized,
     stays_beside,
     step_end_seconds,
@@ -75,7 +76,8 @@ class Timing(Struct, frozen=True):
 class Correction(Struct, frozen=True):
     """Measurements that change what formulas say of one candidate.
 
-    Where this very call was measured under this layout and workload, its measured seconds stand.
+    Where this very call was measured under this layout and workload, its measured seconds stand, as many times as long
+    as formulas say of lengths that are others now.
     """
 
     factor: float = 1.0
@@ -174,7 +176,7 @@ def _timings(
     kept = candidate.layout, candidate.residency
     if kept not in known.beside:
         known.beside[kept] = _beside_seconds(request, call, candidate, cluster)
-    more, correction = known.inputs[ranks] + known.beside[kept], correction_of(request, call, candidate)
+    more, correction = known.inputs[ranks] + known.beside[kept], correction_of(request, call, candidate, cluster)
     after = step_end_seconds(request, call, cluster)
     if known.window is not None:
         devices = candidate.layout.mesh.n_devices
@@ -265,7 +267,7 @@ def stream_timing(request: PlanRequest, call: str, candidate: CallOption, cluste
     """Timing of one stream of a generate call, as `options_of` prices its rows."""
     more = input_seconds(request, call, candidate.layout, cluster) + _beside_seconds(request, call, candidate, cluster)
     after = step_end_seconds(request, call, cluster)
-    return correction_of(request, call, candidate).of(_timing(variant), more, after)
+    return correction_of(request, call, candidate, cluster).of(_timing(variant), more, after)
 
 
 def _beside_seconds(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> float:
@@ -291,14 +293,16 @@ def measured_there(request: PlanRequest, layout: Layout) -> CostTable:
     return request.costs
 
 
-def correction_of(request: PlanRequest, call: str, candidate: CallOption) -> Correction:
+def correction_of(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> Correction:
     """The correction of every timing of a candidate. The error is that of the measurements, and at least what another
     run would differ by."""
     phase = phase_of(request.graph.calls[call])
     least = measured_deviation(phase, cpu=request.cluster.is_cpu)
     measured = _measured(request, call, candidate)
     if measured is not None and not streams(request, call):
-        return Correction(error=max(measured.error, least), measured_seconds=measured.seconds)
+        now = setting_seconds(request, call, _setting(request, call, candidate, cluster), candidate)
+        longer = now / measured.predicted_seconds if measured.predicted_seconds else 1.0
+        return Correction(error=max(measured.error, least), measured_seconds=longer * measured.seconds)
     if measured is not None and measured.predicted_seconds > 0:  # of one number of samples in flight
         return Correction(measured.seconds / measured.predicted_seconds, 0.0, max(measured.error, least))
     factor = measured_there(request, candidate.layout).phases.get(phase, PhaseFactor())

@@ -8,6 +8,7 @@ from realgraph.planner.options.tables import device_bytes
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.report.format import bytes_text, count_text, counted
 from realgraph.planner.request.request import PlanRequest, hashes
+from realgraph.run.requests import with_lengths
 from realgraph.run_file.compose import Checked
 
 
@@ -56,8 +57,12 @@ def doubts_of(checked: Checked, request: PlanRequest, plan: Plan) -> Iterator[st
         yield f"no measured costs: the shipped factors {shipped} (--costs TABLE)"
     elif costs.kind and costs.kind != request.cluster.kind:
         yield f"the costs were measured on {costs.kind}, the cluster is {request.cluster.kind}"
+    expected = checked.run.batch.expected_new_tokens
+    if expected is not None and costs.lengths and with_lengths(workload, costs.lengths) == workload:
+        mean, guess = f"{workload.mean_new_tokens:,.0f} tokens on average", f"batch.expected_new_tokens, {expected:,}"
+        yield f"lengths are the measured ones of the costs, {mean}, not {guess} (--lengths)"
     if not workload.lengths and not costs.lengths:
-        if checked.run.batch.expected_new_tokens is None:
+        if expected is None:
             guess = f"half of batch.max_new_tokens, {workload.mean_new_tokens:,.0f}"
             yield f"the mean length of a response is guessed: {guess} (batch.expected_new_tokens, or --lengths)"
         else:
