@@ -70,7 +70,7 @@ def test_a_split_is_chosen_by_file_name_in_a_folder_only(tmp_path: Path) -> None
         (["{broken"], r"a\.jsonl:3: \$: is not JSON"),
         ([[1, 2]], r"a\.jsonl:3: \$: is not a JSON object"),
         ([{"prompt": "1"}], r"a\.jsonl:3: \$\.answer: this row lacks the column"),
-        ([{"prompt": "1", "answer": None}], r"a\.jsonl:3: \$\.answer: expected text, got NoneType None"),
+        ([{"prompt": "1", "answer": None}], r"a\.jsonl:3: \$\.answer: expected text, got null"),
         (
             [{"prompt": 7, "answer": "1"}],
             r"a\.jsonl:3: \$\.prompt: expected text or a list of chat messages, got int 7",

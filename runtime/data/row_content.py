@@ -261,6 +261,8 @@ def _number(text: str) -> int | float:
 
 def kind(value: Any) -> str:
     """A wrong value, for a problem."""
+    if value is None:
+        return "null"
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
