@@ -24,6 +24,11 @@ class Counters(Struct, frozen=True, forbid_unknown_fields=True):
     gate_passed: bool = False
     format: int = FORMAT
 
+    @property
+    def schedule_steps(self) -> int:
+        """Steps that the schedule of the learning rate has passed."""
+        return self.optimizer_steps if self.due_steps is None else self.due_steps
+
 
 def read_counters(folder: RunPath) -> Counters:
     """Those of the state in `folder`. Raises FileNotFoundError, or ValueError for one of another format."""

@@ -63,10 +63,8 @@ class TorchTrainEngine:
         self, role: ModelRole, model: PackedModel, layout: Layout, ranks: LayoutRanks, settings: TrainSettings
     ) -> None:
         self.version = 0
-        self.role = role
-        self.model = model
-        self.settings = settings
-        self.ranks = ranks
+        self.role, self.model = role, model
+        self.settings, self.ranks = settings, ranks
         self.optimizer_steps = self.due_steps = 0  # that were taken; that the schedule has passed
         self.gate_passed = False
         self.segment: WeightSegment | None = None  # that the weights lie in
@@ -331,14 +329,14 @@ class TorchTrainEngine:
         """Take back what `save` wrote, bit for bit, under any layout."""
         self._reshard()
         counters = train_files.load(self.contents, folder)
-        self.version, self.optimizer_steps = counters.version, counters.optimizer_steps
-        self.due_steps = counters.optimizer_steps if counters.due_steps is None else counters.due_steps
+        self.version = counters.version
+        self.optimizer_steps, self.due_steps = counters.optimizer_steps, counters.schedule_steps
         self.scale.value, self.scale.good_steps = counters.loss_scale, counters.good_steps
         self.gate_passed = self.gate_passed or counters.gate_passed
 
     def _counters(self) -> Counters:
-        steps = self.optimizer_steps, self.due_steps
-        return Counters(self.version, *steps, self.scale.value, self.scale.good_steps, self.gate_passed)
+        known = self.version, self.optimizer_steps, self.due_steps, self.scale.value, self.scale.good_steps
+        return Counters(*known, self.gate_passed)
 
 
 def open_engine(
