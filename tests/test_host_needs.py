@@ -52,7 +52,7 @@ def test_a_host_says_which_files_are_others_there(tmp_path: Path) -> None:
 def test_what_a_host_lacks_is_refused_all_at_once(tmp_path: Path) -> None:
     host, fleet = SimpleNamespace(text="host b", asked=0.0, looked=None), AsyncMock()
     answer = Looked((), True, unset=("JUDGE_KEY",), others=("rewards.py has other bytes",))
-    fleet.tell.side_effect = lambda host, look: setattr(host, "looked", answer)
+    fleet.send.side_effect = lambda host, look: setattr(host, "looked", answer)
     needed = Needed(resolve(ClusterSpec(), Probe(1, 0)), tmp_path, variables={"JUDGE_KEY": "$.calls.reward.env[0]"})
     launcher = HostsLauncher(JoinTerms("127.0.0.1"), needed, StartedByHand(print), print)
     with pytest.raises(ConfigError) as raised:

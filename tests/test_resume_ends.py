@@ -55,6 +55,7 @@ def test_a_taken_directory_is_refused_before_the_search_for_a_plan(home: Path, m
     file = write_run(home, "taken", GRPO)
     (home / "taken").mkdir()
     (home / "taken/job.json").touch()
+    (home / "taken/metrics.jsonl").write_text('{"type":"start"}\n')
     with pytest.raises(ConfigError, match=r"outputs\.dir: .* holds a run already"):
         run_command(file, (), RunOptions())
     with (
