@@ -2,7 +2,6 @@
 
 import io
 import sys
-import time
 from pathlib import Path
 from threading import Event, Thread, current_thread
 from types import SimpleNamespace
@@ -16,14 +15,13 @@ from realgraph.runtime.job.job import OutputSpec, TrackerName
 from realgraph.runtime.master import trackers
 from realgraph.runtime.master.observer import (
     EvalRecord,
-    Observer,
     Observers,
     RunEnded,
     RunRecord,
     StepRecord,
     WatcherLost,
 )
-from realgraph.runtime.master.trackers import make_trackers
+from realgraph.runtime.master.trackers import TrackerObserver, make_trackers
 from realgraph.screen.console import PlainLines
 from realgraph.screen.terminal import Terminal
 from tests.waiting import until
@@ -62,19 +60,19 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Client:
     return found
 
 
-def begin(name: TrackerName, folder: Path, **settings: object) -> Observer:
+def begin(name: TrackerName, folder: Path, **settings: object) -> TrackerObserver:
     (tracker,) = make_trackers(OutputSpec(trackers=(name,)), folder, "grpo", settings)
     return tracker
 
 
 def test_a_service_that_fails_costs_the_run_nothing(client: Client, tmp_path: Path) -> None:
     out = io.StringIO()
-    watchers = Observers([begin("mlflow", tmp_path), PlainLines(Terminal(file=out, width=200), every_seconds=0)])
+    tracker = begin("mlflow", tmp_path)
+    watchers = Observers([tracker, PlainLines(Terminal(file=out, width=200), every_seconds=0)])
     client.broken["log_metrics"] = RuntimeError("the server is gone")
     watchers.observe(StepRecord(0, 1.0, {"train/loss": 1.0}))
-    assert until(lambda: bool(client.of("log_metrics")))
+    assert until(lambda: bool(client.of("log_metrics")) and all(call.done() for call in tracker._pending))
     for step in range(1, 3):
-        time.sleep(0.1)
         watchers.observe(StepRecord(step, 1.0, {"train/loss": 1.0}))
     watchers.observe(RunEnded(3, "finished", ok=True))
     watchers.close()

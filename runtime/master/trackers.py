@@ -22,7 +22,6 @@ from realgraph.runtime.master.observer import (
     CheckpointRecord,
     EvalRecord,
     Note,
-    Observer,
     RunEnded,
     RunRecord,
     RunStarted,
@@ -120,7 +119,8 @@ class TrackerObserver:
         return future
 
     def _work(self) -> None:
-        """Make the calls, in order, until one fails."""
+        """Make the calls, in order, until one fails. An executor would be waited for at the end of the process, however
+        long its call hangs."""
         for future, call in iter(self._calls.get, None):
             try:
                 future.set_result(call())
@@ -221,7 +221,7 @@ def settings_of(job: Job) -> Settings:
     return {"graph": job.graph.name, **plain, **inside}
 
 
-def make_trackers(outputs: OutputSpec, run_dir: Path, name: str, settings: Settings) -> list[Observer]:
+def make_trackers(outputs: OutputSpec, run_dir: Path, name: str, settings: Settings) -> list[TrackerObserver]:
     """The trackers that a run asks for, begun; those of a run that goes on go on with theirs.
 
     Raises ConfigError for a package that is not installed, or that can't begin: no key, no server.
